@@ -1,0 +1,33 @@
+# Each target creates the virtual environment and installs the package if that has not been done yet.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUTPUT ?= outputs/quickstart
+CHECKED := accelerate_lshdp recipes tests benchmarks
+
+.PHONY: quickstart test test-slow quality style clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/accelerate-lshdp quickstart --output-dir $(OUTPUT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+quality: $(VENV)/.installed
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+style: $(VENV)/.installed
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,33 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Locally sharded heterogeneous data parallel training for Hugging Face Accelerate.
+
+The public names are imported on first use, so that planning and plan files work without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = "0.1.0.dev0"
+
+_MODULE_OF = {
+    "LSDPPlugin": "accelerate_lshdp.plugin",
+    "LSHDPAccelerator": "accelerate_lshdp.accelerator",
+    "Plan": "accelerate_lshdp.plan",
+    "PlanError": "accelerate_lshdp.plan",
+    "Strategy": "accelerate_lshdp.plan",
+}
+__all__ = ["LSDPPlugin", "LSHDPAccelerator", "Plan", "PlanError", "Strategy"]
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.plan import Plan, PlanError, Strategy
+    from accelerate_lshdp.plugin import LSDPPlugin
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
