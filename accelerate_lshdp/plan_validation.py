@@ -1,0 +1,236 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Strict reading of plan documents: JSON in, checked values or one precise error out.
+
+Nothing here knows what a plan means. It knows how to say where a value stands ("batch.ranks[1].micro_batch_size"), what was
+found there, what was expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+# Far above any real batch, and small enough that products and sums of a few of them stay in 64 bits.
+LARGEST_BATCH = 2**31
+# Deep enough for any curve or certificate; a cyclic or hostile document stops here rather than at the interpreter's limit.
+_DEEPEST_NESTING = 64
+
+
+class PlanError(ValueError):
+    """A plan that is malformed, or that does not fit the run.
+
+    Args:
+        message: what was found, what was expected and what to do.
+        path: where in the plan, as a JSON path such as "batch.ranks[1].micro_batch_size"; empty for the whole plan.
+        source: the file or environment variable that the plan came from, if any.
+    """
+
+    def __init__(self, message: str, *, path: str = "", source: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.source = source
+
+    @property
+    def message(self) -> str:
+        return self.args[0]
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.path, self.message) if part)
+
+
+class _RepeatedKeys(dict[str, Any]):
+    """A JSON object in which some key appeared more than once; `json` would keep the last one without a word."""
+
+    def __init__(self, pairs: list[tuple[str, Any]], repeated: str) -> None:
+        super().__init__(pairs)
+        self.repeated = repeated
+
+
+@contextmanager
+def located(path: str = "", source: str | None = None) -> Iterator[None]:
+    """Adds where it happened to every `PlanError` raised in the block: `path` before its path, `source` if it has none."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(error.message, path=join(path, error.path), source=error.source or source) from error.__cause__
+
+
+def join(parent: str, child: str) -> str:
+    """The JSON path of `child` inside `parent`."""
+    return parent + child if not parent or not child or child.startswith("[") else f"{parent}.{child}"
+
+
+def describe(value: object) -> str:
+    """A value as an error message shows it: its JSON form, shortened, and its kind where that may be the mistake."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (a boolean)"
+    if isinstance(value, int):
+        # Python refuses to print integers of more than a few thousand digits.
+        return str(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return f"{value!r} (not an integer)" if math.isfinite(value) else {"nan": "NaN"}.get(repr(value), "Infinity")
+    if isinstance(value, str):
+        return f"{json.dumps(value if len(value) <= 60 else value[:57] + '...')} (a string)"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return f"a Python {type(value).__name__}"
+
+
+def nearest(word: object, choices: Iterable[str]) -> str:
+    """' Did you mean "..."?' for the choice that looks most like `word`, or nothing where none does."""
+    if not isinstance(word, str):
+        return ""
+    close = difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def require_integer(value: object, path: str, *, least: int, most: int = LARGEST_BATCH) -> None:
+    """Raises PlanError unless `value` is an int (not a bool) in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PlanError(
+            f"found {describe(value)}, expected an integer from {least} to {most}. Correct this value.", path=path
+        )
+
+
+def require_boolean(value: object, path: str) -> None:
+    """Raises PlanError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise PlanError(f"found {describe(value)}, expected true or false. Correct this value.", path=path)
+
+
+def require_number(value: object, path: str, *, positive: bool) -> None:
+    """Raises PlanError unless `value` is a finite number, > 0 if `positive`, else >= 0."""
+    expected = f"a finite number {'above' if positive else 'of at least'} 0"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (0 < value if positive else 0 <= value) or not value <= 1e300:
+        found = repr(value) if isinstance(value, float) and math.isfinite(value) else describe(value)
+        raise PlanError(f"found {found}, expected {expected}. Correct this value.", path=path)
+
+
+def require_name(value: object, path: str, what: str) -> None:
+    """Raises PlanError unless `value` is a string that is not blank."""
+    if not isinstance(value, str) or not value.strip():
+        raise PlanError(f"found {describe(value)}, expected {what}. Fill it in, or leave the key out.", path=path)
+
+
+def require_choice(value: object, path: str, choices: Iterable[str]) -> None:
+    """Raises PlanError, with the nearest choice, unless `value` is one of the strings `choices`."""
+    choices = list(choices)
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(f'"{choice}"' for choice in choices)
+        raise PlanError(
+            f"found {describe(value)}, expected one of {listed}.{nearest(value, choices) or ' Choose one of them.'}",
+            path=path,
+        )
+
+
+def require_list(value: object, path: str, what: str) -> list[Any]:
+    """Returns `value`; raises PlanError unless it is a list with something in it."""
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else describe(value)
+        raise PlanError(f"found {found}, expected a list with one entry for each {what}. Write it so.", path=path)
+    return value
+
+
+def require_object(
+    value: object, path: str = "", *, required: Iterable[str] = (), optional: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Returns `value`; raises PlanError unless it is an object with all `required` keys and no key beyond `optional`."""
+    required, optional = list(required), list(optional)
+    known = [*required, *optional]
+    listed = ", ".join(f'"{key}"' for key in known)
+    if not isinstance(value, dict):
+        raise PlanError(f"found {describe(value)}, expected an object with the keys {listed}.", path=path)
+    for key in value:
+        if key not in known:
+            hint = nearest(key, known) or " Remove it."
+            raise PlanError(f"found an unknown key, expected only {listed}.{hint}", path=join(path, str(key)))
+    for key in required:
+        if key not in value:
+            raise PlanError(f'found no such key, expected it beside the others. Add "{key}".', path=join(path, key))
+    return value
+
+
+def require_json(value: object, path: str = "", depth: int = 0) -> None:
+    """Raises PlanError at the first thing in `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys, ..."""
+    if depth > _DEEPEST_NESTING:
+        raise PlanError(
+            f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.", path=path
+        )
+    if isinstance(value, _RepeatedKeys):
+        raise PlanError(
+            f"found the key {json.dumps(value.repeated)} twice in one object, expected it once. Remove one of them.",
+            path=path,
+        )
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise PlanError(f"found the key {describe(key)}, expected keys that are strings.", path=path)
+            require_json(item, join(path, key if key.isidentifier() else f"[{json.dumps(key)}]"), depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            require_json(item, f"{path}[{index}]", depth + 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise PlanError(f"found {describe(value)}, expected a finite number. Measure or plan again.", path=path)
+    elif value is not None and not isinstance(value, (str, int)):
+        raise PlanError(
+            f"found {describe(value)}, expected an object, list, string, number, boolean or null. Convert it.",
+            path=path,
+        )
+
+
+def parse_json(text: str) -> Any:
+    """The JSON value in `text`. Repeated keys and NaN are kept for `require_json`, which can say where they are.
+
+    Raises:
+        PlanError: `text` is empty or is not JSON.
+    """
+    if not text.strip():
+        raise PlanError('found nothing, expected a JSON object such as {"version": 1, "strategy": "lsdp"}.')
+
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                return _RepeatedKeys(pairs, key)
+            seen.add(key)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=build)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise PlanError(f"found text that is not JSON ({error.msg}, {where}), expected a plan. Correct it.") from None
+    except RecursionError:
+        raise PlanError(f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise PlanError(f"found a number that cannot be read ({error}). Correct it.") from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a plan file (UTF-8, with or without a byte order mark).
+
+    Raises:
+        PlanError: it does not exist, is a directory, cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise PlanError("found no such file, expected a plan. Correct the path, or save a plan there.") from None
+    except IsADirectoryError:
+        raise PlanError("found a directory, expected a plan file. Give the path of the file in it.") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"found bytes that are not UTF-8 (at offset {error.start}). Save it as UTF-8 JSON.") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise PlanError(f"cannot read it ({error}). Give the path of a plan file that can be read.") from None
