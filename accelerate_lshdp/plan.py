@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The plan: who trains how much, how the model is placed, and how gradients travel.
 
-A `Plan` is the one thing that moves between commands, ranks and runs. It is immutable, checked when it is made, written as
-JSON with a version, and reading it needs neither torch nor a device.
+A `Plan` is the one thing that moves between commands, ranks and runs. It is immutable, checked when it is made, and
+written as JSON with a version. Reading it needs neither torch nor a device.
 """
 
 from __future__ import annotations
@@ -15,25 +15,30 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from accelerate_lshdp.plan_sections import (
+    Batch,
+    Cluster,
+    Communication,
+    Link,
+    Node,
+    RankBatch,
+    Strategy,
+    read_batch,
+    read_cluster,
+)
 from accelerate_lshdp.plan_validation import (
-    LARGEST_BATCH,
     PlanError,
     describe,
     located,
     parse_json,
     read_text,
-    require_boolean,
     require_choice,
-    require_integer,
     require_json,
-    require_list,
-    require_name,
-    require_number,
     require_object,
+    require_version,
 )
 
 
@@ -53,177 +58,16 @@ __all__ = [
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
-_COMMUNICATION_DTYPES = ("fp32", "bf16")
 # What the planner adds. It explains a plan and does not change the training, so it is carried as it is.
 _ANNOTATIONS = ("profile", "predicted", "certificate")
-
-
-class Strategy(str, Enum):
-    """Where parameters, gradients and optimizer state live."""
-
-    DDP = "ddp"
-    ZERO2 = "zero2"
-    FSDP = "fsdp"
-    FSDP_OFFLOAD = "fsdp_offload"
-    GROUP_SHARDING = "group_sharding"
-    LSDP = "lsdp"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def is_world_sharded(self) -> bool:
-        """Each rank keeps 1/world of the parameters, so all ranks form one shard group."""
-        return self in (Strategy.ZERO2, Strategy.FSDP, Strategy.FSDP_OFFLOAD)
-
-    @property
-    def is_node_sharded(self) -> bool:
-        """Each node keeps a full copy, sharded over its ranks."""
-        return self in (Strategy.GROUP_SHARDING, Strategy.LSDP)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Parameters and optimizer state live in host memory."""
-        return self in (Strategy.FSDP_OFFLOAD, Strategy.LSDP)
-
-
-@dataclass(frozen=True, slots=True)
-class RankBatch:
-    """What one rank does in a global batch: `accumulation_steps` micro-batches of `micro_batch_size` samples each."""
-
-    rank: int
-    micro_batch_size: int
-    accumulation_steps: int = 1
-
-    def __post_init__(self) -> None:
-        require_integer(self.rank, "rank", least=0)
-        require_integer(self.micro_batch_size, "micro_batch_size", least=1)
-        require_integer(self.accumulation_steps, "accumulation_steps", least=1)
-        if self.batch_size > LARGEST_BATCH:
-            raise PlanError(
-                f"found {self.micro_batch_size} x {self.accumulation_steps} samples, expected at most {LARGEST_BATCH}."
-                " Lower micro_batch_size or accumulation_steps."
-            )
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of this rank in a global batch."""
-        return self.micro_batch_size * self.accumulation_steps
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One global batch, cut over ranks 0..world-1 (kept in rank order, whatever order they are given in).
-
-    `allow_unequal_accumulation` accepts different numbers of micro-batches on different ranks, hence loops of different length.
-    """
-
-    ranks: tuple[RankBatch, ...]
-    allow_unequal_accumulation: bool = False
-
-    def __post_init__(self) -> None:
-        require_boolean(self.allow_unequal_accumulation, "allow_unequal_accumulation")
-        ranks = list(self.ranks)
-        if not ranks or not all(isinstance(rank, RankBatch) for rank in ranks):
-            raise PlanError(
-                "found something else, expected at least one RankBatch. Give one for each rank.", path="ranks"
-            )
-        by_rank: dict[int, RankBatch] = {}
-        for entry in ranks:
-            if entry.rank in by_rank:
-                raise PlanError(f"found rank {entry.rank} twice, expected it once. Remove one of them.", path="ranks")
-            by_rank[entry.rank] = entry
-        missing = next((rank for rank in range(len(ranks)) if rank not in by_rank), None)
-        if missing is not None:
-            raise PlanError(
-                f"found {len(ranks)} ranks up to {max(by_rank)} but no rank {missing}, expected ranks"
-                f" 0 to {len(ranks) - 1}. Add or renumber them.",
-                path="ranks",
-            )
-        object.__setattr__(self, "ranks", tuple(by_rank[rank] for rank in range(len(ranks))))
-        if self.total > LARGEST_BATCH:
-            raise PlanError(f"found {self.total} samples, expected at most {LARGEST_BATCH}. Lower them.", path="total")
-        counts = [entry.accumulation_steps for entry in self.ranks]
-        if len(set(counts)) > 1 and not self.allow_unequal_accumulation:
-            raise PlanError(
-                f"found accumulation_steps {counts}, expected the same number on every rank. Make them equal, or set"
-                " allow_unequal_accumulation (loops then differ in length between ranks).",
-                path="ranks",
-            )
-
-    @property
-    def total(self) -> int:
-        """Samples in a global batch."""
-        return sum(entry.batch_size for entry in self.ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """How gradients travel between ranks: `dtype` is "fp32" or "bf16"."""
-
-    dtype: str = "fp32"
-
-    def __post_init__(self) -> None:
-        require_choice(self.dtype, "dtype", _COMMUNICATION_DTYPES)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The network between nodes, in bits per second (1 Gb/s = 1e9) and seconds."""
-
-    bandwidth_bits_per_second: float
-    latency_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_number(self.bandwidth_bits_per_second, "bandwidth_bits_per_second", positive=True)
-        require_number(self.latency_seconds, "latency_seconds", positive=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One machine: how many ranks it runs, and optionally its address and what it computes on ("cpu", "cuda", a model name)."""
-
-    ranks: int
-    address: str | None = None
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        require_integer(self.ranks, "ranks", least=1)
-        if self.address is not None:
-            require_name(self.address, "address", "a host name or address")
-        if self.device is not None:
-            require_name(self.device, "device", "the name of a device")
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The machines, in rank order: the first node runs ranks 0..ranks-1, and so on."""
-
-    nodes: tuple[Node, ...]
-    link: Link | None = None
-
-    def __post_init__(self) -> None:
-        nodes = tuple(self.nodes)
-        if not nodes or not all(isinstance(node, Node) for node in nodes):
-            raise PlanError(
-                "found something else, expected at least one Node. Give one for each machine.", path="nodes"
-            )
-        if self.link is not None and not isinstance(self.link, Link):
-            raise PlanError(f"found {describe(self.link)}, expected a Link or None.", path="link")
-        object.__setattr__(self, "nodes", nodes)
-
-    @property
-    def node_sizes(self) -> list[int]:
-        """Ranks on each node."""
-        return [node.ranks for node in self.nodes]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
 
-    `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the file or
-    variable that the plan was read from, for error messages; it is not part of the plan.
+    `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
+    file or variable that the plan was read from, for error messages; it is not part of the plan.
 
     Raises:
         PlanError: a value that is malformed, or parts that contradict each other.
@@ -358,9 +202,9 @@ class Plan:
                 if len(set(counts)) > 1:
                     raise PlanError(
                         f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
-                        f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks gather'
-                        " parameters together). Make them equal, or use a strategy that does not shard across these"
-                        " ranks.",
+                        f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks'
+                        " gather parameters together). Make them equal, or use a strategy that does not shard across"
+                        " these ranks.",
                         path="batch.ranks",
                     )
 
@@ -378,7 +222,7 @@ class Plan:
             PlanError: unknown or missing keys, wrong types, impossible or contradicting values; it says where.
         """
         require_json(document)
-        require_version(document)
+        require_version(document, PLAN_VERSION)
         sections = require_object(
             document,
             required=("version", "strategy"),
@@ -391,10 +235,10 @@ class Plan:
         batch = cluster = None
         if sections.get("batch") is not None:
             with located("batch"):
-                batch = _read_batch(sections["batch"])
+                batch = read_batch(sections["batch"])
         if sections.get("cluster") is not None:
             with located("cluster"):
-                cluster = _read_cluster(sections["cluster"])
+                cluster = read_cluster(sections["cluster"])
         annotations = (sections.get(name) for name in _ANNOTATIONS)
         return cls(sections["strategy"], batch, communication, cluster, *annotations)
 
@@ -432,7 +276,7 @@ class Plan:
             PlanError: the file cannot be written.
         """
         target = Path(path)
-        beside = target.with_name(f".plan-{secrets.token_hex(8)}.tmp")
+        beside = target.parent / f".plan-{secrets.token_hex(8)}.tmp"
         try:
             try:
                 with open(beside, "x", encoding="utf-8") as file:
@@ -444,13 +288,13 @@ class Plan:
                 beside.unlink(missing_ok=True)
         except OSError as error:
             raise PlanError(
-                f"cannot write the plan ({error.strerror}). Give a file name in a directory that exists and is writable.",
+                f"cannot write the plan ({error.strerror}). Give a file name in a writable directory.",
                 source=os.fspath(path),
             ) from error
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Plan | None:
-        """The plan that ACCELERATE_LSHDP_PLAN holds (JSON, if it starts with "{") or names (a path); None if it is not set.
+        """The plan that ACCELERATE_LSHDP_PLAN holds (JSON, if it starts with "{") or names (a path); None if unset.
 
         Args:
             environ: where to look the variable up; `os.environ` if None.
@@ -522,57 +366,11 @@ class Plan:
         return "\n".join([f"Plan: {head}", *lines])
 
 
-def require_version(document: object) -> None:
-    """Raises PlanError if `document` is an object of another version; said first, as every other complaint may follow from it."""
-    if not isinstance(document, dict) or "version" not in document:
-        return
-    version = document["version"]
-    if isinstance(version, bool) or not isinstance(version, int) or version != PLAN_VERSION:
-        raise PlanError(
-            f"found {describe(version)}, expected {PLAN_VERSION}, the version that this accelerate_lshdp reads. Write the"
-            " plan again, or install the accelerate_lshdp that wrote it.",
-            path="version",
-        )
-
-
 def _plain_integer(value: object) -> object:
-    """NumPy and torch integers as int, so that a planner's arrays can be given as they are; anything else unchanged."""
+    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
     try:
         return operator.index(value)
     except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
         return value
-
-
-def _read_batch(document: object) -> Batch:
-    section = require_object(document, required=("total", "ranks"), optional=("allow_unequal_accumulation",))
-    require_integer(section["total"], "total", least=1)
-    ranks = []
-    for index, entry in enumerate(require_list(section["ranks"], "ranks", "rank")):
-        with located(f"ranks[{index}]"):
-            keys = {"required": ("rank", "micro_batch_size"), "optional": ("accumulation_steps",)}
-            ranks.append(RankBatch(**require_object(entry, **keys)))
-    batch = Batch(tuple(ranks), section.get("allow_unequal_accumulation", False))
-    if batch.total != section["total"]:
-        sizes = " + ".join(str(entry.batch_size) for entry in batch.ranks)
-        raise PlanError(
-            f"found {section['total']}, expected {batch.total}, the sum of the ranks' batch sizes ({sizes}). Correct the"
-            " total or the ranks.",
-            path="total",
-        )
-    return batch
-
-
-def _read_cluster(document: object) -> Cluster:
-    section = require_object(document, required=("nodes",), optional=("link",))
-    nodes = []
-    for index, entry in enumerate(require_list(section["nodes"], "nodes", "node")):
-        with located(f"nodes[{index}]"):
-            nodes.append(Node(**require_object(entry, required=("ranks",), optional=("address", "device"))))
-    link = None
-    if section.get("link") is not None:
-        with located("link"):
-            keys = {"required": ("bandwidth_bits_per_second",), "optional": ("latency_seconds",)}
-            link = Link(**require_object(section["link"], **keys))
-    return Cluster(tuple(nodes), link)

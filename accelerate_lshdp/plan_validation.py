@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Strict reading of plan documents: JSON in, checked values or one precise error out.
 
-Nothing here knows what a plan means. It knows how to say where a value stands ("batch.ranks[1].micro_batch_size"), what was
-found there, what was expected and what to do about it.
+Nothing here knows what a plan means. It knows how to say where a value stands ("batch.ranks[1].micro_batch_size"),
+what was found there, what was expected and what to do about it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 
 # Far above any real batch, and small enough that products and sums of a few of them stay in 64 bits.
 LARGEST_BATCH = 2**31
-# Deep enough for any curve or certificate; a cyclic or hostile document stops here rather than at the interpreter's limit.
+# Deep enough for any curve or certificate; a cyclic or hostile document stops here, not at the interpreter's limit.
 _DEEPEST_NESTING = 64
+
+_Section = TypeVar("_Section")
 
 
 class PlanError(ValueError):
@@ -54,7 +56,7 @@ class _RepeatedKeys(dict[str, Any]):
 
 @contextmanager
 def located(path: str = "", source: str | None = None) -> Iterator[None]:
-    """Adds where it happened to every `PlanError` raised in the block: `path` before its path, `source` if it has none."""
+    """Adds where it happened to a `PlanError` raised in the block: `path` before its path, `source` if it has none."""
     try:
         yield
     except PlanError as error:
@@ -62,8 +64,13 @@ def located(path: str = "", source: str | None = None) -> Iterator[None]:
 
 
 def join(parent: str, child: str) -> str:
-    """The JSON path of `child` inside `parent`."""
+    """The JSON path `child` inside the object or list at `parent`."""
     return parent + child if not parent or not child or child.startswith("[") else f"{parent}.{child}"
+
+
+def at_key(parent: str, key: str) -> str:
+    """The JSON path of the value under `key` of the object at `parent`."""
+    return join(parent, key if key.isidentifier() else f"[{json.dumps(key)}]")
 
 
 def describe(value: object) -> str:
@@ -76,7 +83,7 @@ def describe(value: object) -> str:
         # Python refuses to print integers of more than a few thousand digits.
         return str(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
     if isinstance(value, float):
-        return f"{value!r} (not an integer)" if math.isfinite(value) else {"nan": "NaN"}.get(repr(value), "Infinity")
+        return f"{float(value)!r} (a float)" if math.isfinite(value) else str(value)
     if isinstance(value, str):
         return f"{json.dumps(value if len(value) <= 60 else value[:57] + '...')} (a string)"
     if isinstance(value, Mapping):
@@ -113,8 +120,7 @@ def require_number(value: object, path: str, *, positive: bool) -> None:
     expected = f"a finite number {'above' if positive else 'of at least'} 0"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not (0 < value if positive else 0 <= value) or not value <= 1e300:
-        found = repr(value) if isinstance(value, float) and math.isfinite(value) else describe(value)
-        raise PlanError(f"found {found}, expected {expected}. Correct this value.", path=path)
+        raise PlanError(f"found {describe(value)}, expected {expected}. Correct this value.", path=path)
 
 
 def require_name(value: object, path: str, what: str) -> None:
@@ -137,15 +143,25 @@ def require_choice(value: object, path: str, choices: Iterable[str]) -> None:
 def require_list(value: object, path: str, what: str) -> list[Any]:
     """Returns `value`; raises PlanError unless it is a list with something in it."""
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else describe(value)
-        raise PlanError(f"found {found}, expected a list with one entry for each {what}. Write it so.", path=path)
+        raise PlanError(
+            f"found {describe(value)}, expected a list with one entry for each {what}. Write one.", path=path
+        )
     return value
+
+
+def require_sections(value: object, path: str, kind: type[_Section]) -> tuple[_Section, ...]:
+    """Returns `value` as a tuple; raises PlanError unless it is a tuple or list of at least one `kind`."""
+    if not isinstance(value, (tuple, list)) or not value or not all(isinstance(item, kind) for item in value):
+        raise PlanError(
+            f"found {describe(value)}, expected a tuple with at least one {kind.__name__} and nothing else.", path=path
+        )
+    return tuple(value)
 
 
 def require_object(
     value: object, path: str = "", *, required: Iterable[str] = (), optional: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns `value`; raises PlanError unless it is an object with all `required` keys and no key beyond `optional`."""
+    """Returns `value`; raises PlanError unless it is an object with all of `required` and at most `optional` beside."""
     required, optional = list(required), list(optional)
     known = [*required, *optional]
     listed = ", ".join(f'"{key}"' for key in known)
@@ -154,15 +170,15 @@ def require_object(
     for key in value:
         if key not in known:
             hint = nearest(key, known) or " Remove it."
-            raise PlanError(f"found an unknown key, expected only {listed}.{hint}", path=join(path, str(key)))
+            raise PlanError(f"found an unknown key, expected only {listed}.{hint}", path=at_key(path, str(key)))
     for key in required:
         if key not in value:
-            raise PlanError(f'found no such key, expected it beside the others. Add "{key}".', path=join(path, key))
+            raise PlanError(f'found no such key, expected it beside the others. Add "{key}".', path=at_key(path, key))
     return value
 
 
 def require_json(value: object, path: str = "", depth: int = 0) -> None:
-    """Raises PlanError at the first thing in `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys, ..."""
+    """Raises PlanError at the first thing in `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys."""
     if depth > _DEEPEST_NESTING:
         raise PlanError(
             f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.", path=path
@@ -176,17 +192,32 @@ def require_json(value: object, path: str = "", depth: int = 0) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise PlanError(f"found the key {describe(key)}, expected keys that are strings.", path=path)
-            require_json(item, join(path, key if key.isidentifier() else f"[{json.dumps(key)}]"), depth + 1)
+            require_json(item, at_key(path, key), depth + 1)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             require_json(item, f"{path}[{index}]", depth + 1)
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise PlanError(f"found {describe(value)}, expected a finite number. Measure or plan again.", path=path)
+    elif isinstance(value, int) and value.bit_length() > 64:
+        raise PlanError(f"found {describe(value)}, expected at most 64. Use a float.", path=path)
     elif value is not None and not isinstance(value, (str, int)):
         raise PlanError(
             f"found {describe(value)}, expected an object, list, string, number, boolean or null. Convert it.",
             path=path,
+        )
+
+
+def require_version(document: object, version: int) -> None:
+    """Raises PlanError if `document` has another version: asked first, as other errors may follow from it."""
+    if not isinstance(document, dict) or "version" not in document:
+        return
+    found = document["version"]
+    if isinstance(found, bool) or not isinstance(found, int) or found != version:
+        raise PlanError(
+            f"found {describe(found)}, expected {version}, the version that this accelerate_lshdp reads. Write the"
+            " plan again, or install the accelerate_lshdp that wrote it.",
+            path="version",
         )
 
 
