@@ -1,0 +1,36 @@
+"""Fixtures of all tests: the worker pools, and a process in which no test sees what another one left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+
+# Read when huggingface_hub, tokenizers and torch are imported, so set before any test module is.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+from workers import WorkerPools  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPools]:
+    """`workers(world_size).run(function, *args, ...)`: see workers.py."""
+    pools = WorkerPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Restore the environment and forget accelerate's singletons after each test that runs in this process."""
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    state = sys.modules.get("accelerate.state")  # planning tests need not import torch for this
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
