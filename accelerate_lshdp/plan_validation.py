@@ -89,7 +89,7 @@ def describe(value: object) -> str:
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}"
+        return f"a list of {len(value)}" if value else "an empty list"
     return f"a Python {type(value).__name__}"
 
 
@@ -161,19 +161,21 @@ def require_sections(value: object, path: str, kind: type[_Section]) -> tuple[_S
 def require_object(
     value: object, path: str = "", *, required: Iterable[str] = (), optional: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns `value`; raises PlanError unless it is an object with all of `required` and at most `optional` beside."""
+    """Returns `value`; raises PlanError unless it is an object with all of `required` and at most `optional` more."""
     required, optional = list(required), list(optional)
     known = [*required, *optional]
     listed = ", ".join(f'"{key}"' for key in known)
     if not isinstance(value, dict):
-        raise PlanError(f"found {describe(value)}, expected an object with the keys {listed}.", path=path)
+        raise PlanError(
+            f"found {describe(value)}, expected an object with keys out of {listed}. Write one.", path=path
+        )
     for key in value:
         if key not in known:
             hint = nearest(key, known) or " Remove it."
             raise PlanError(f"found an unknown key, expected only {listed}.{hint}", path=at_key(path, str(key)))
     for key in required:
         if key not in value:
-            raise PlanError(f'found no such key, expected it beside the others. Add "{key}".', path=at_key(path, key))
+            raise PlanError(f'found nothing under this key, expected a value. Add "{key}".', path=at_key(path, key))
     return value
 
 
@@ -200,7 +202,7 @@ def require_json(value: object, path: str = "", depth: int = 0) -> None:
         if not math.isfinite(value):
             raise PlanError(f"found {describe(value)}, expected a finite number. Measure or plan again.", path=path)
     elif isinstance(value, int) and value.bit_length() > 64:
-        raise PlanError(f"found {describe(value)}, expected at most 64. Use a float.", path=path)
+        raise PlanError(f"found {describe(value)}, expected one that fits 64 bits. Use a float.", path=path)
     elif value is not None and not isinstance(value, (str, int)):
         raise PlanError(
             f"found {describe(value)}, expected an object, list, string, number, boolean or null. Convert it.",
@@ -245,8 +247,10 @@ def parse_json(text: str) -> Any:
         raise PlanError(f"found text that is not JSON ({error.msg}, {where}), expected a plan. Correct it.") from None
     except RecursionError:
         raise PlanError(f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.") from None
-    except ValueError as error:  # an integer with thousands of digits
-        raise PlanError(f"found a number that cannot be read ({error}). Correct it.") from None
+    except ValueError:  # CPython reads no integer of more than a few thousand digits
+        raise PlanError(
+            "found an integer with thousands of digits, expected numbers that fit 64 bits. Correct it."
+        ) from None
 
 
 def read_text(path: Path) -> str:
