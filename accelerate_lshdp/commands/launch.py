@@ -1,0 +1,254 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``accelerate-lshdp launch``: runs a script on this node, through ``accelerate launch`` and ``accelerate_lshdp.run``.
+
+What it adds to the two: the number of processes comes from the plan, mistakes in the layout are found before any
+process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from accelerate_lshdp.commands.config import add_layout_arguments, check_with_accelerate, make_layout, render_node
+from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
+
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+_SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
+_EPILOG = """\
+examples:
+  accelerate-lshdp launch --plan plan.json train.py --epochs 3              all ranks of the plan on this machine
+  accelerate-lshdp launch --nodes 1,2 --node-rank 0 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 0
+  accelerate-lshdp launch --nodes 1,2 --node-rank 1 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 1
+  accelerate-lshdp launch --config_file node0.yaml --plan plan.json -m package.module
+
+Every node needs the plan file. On several nodes, gloo and NCCL connect through the interface that the host name
+resolves to. Where that is the loopback (as on Debian and Ubuntu) or another network than the nodes share, name the
+right one in the environment of each node: GLOO_SOCKET_IFNAME=eth0 for CPUs, also NCCL_SOCKET_IFNAME=eth0 for GPUs.
+OMP_NUM_THREADS, where it is not set, becomes cores / ranks of this node.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a training script with a plan on this node",
+        description="Run an unmodified script; its Accelerator follows the plan. The exit code is the script's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help=f"a plan file (default: the environment variable {PLAN_VARIABLE})"
+    )
+    parser.add_argument(
+        "--config-file",
+        "--config_file",
+        type=Path,
+        metavar="YAML",
+        help="this node's file from accelerate-lshdp config",
+    )
+    add_layout_arguments(parser)
+    parser.add_argument(
+        "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="the Python file (or module) to run")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Launches this node's processes and waits for them.
+
+    Returns:
+        The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
+    """
+    plan = Plan.from_environment() if arguments.plan is None else Plan.load(arguments.plan)
+    if not arguments.module and not os.path.isfile(arguments.script):
+        raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    with ExitStack() as stack:
+        if arguments.config_file is None:
+            folder = stack.enter_context(TemporaryDirectory(prefix="accelerate-lshdp-"))
+            file = _write_config(arguments, plan, Path(folder))
+            overrides = []
+        else:
+            file = arguments.config_file
+            overrides = _overrides(arguments)
+        config = _read_config(file)
+        _check_plan(plan, config, file)
+        _set_environment(arguments.plan, config)
+        _say(config, arguments)
+        shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
+        return _accelerate_launch(
+            ["--config_file", str(file), *overrides, *shim, arguments.script, *arguments.script_args]
+        )
+
+
+def _write_config(arguments: argparse.Namespace, plan: Plan | None, folder: Path) -> Path:
+    """A file of our own even on one machine: without one, accelerate would use the user's default configuration."""
+    if arguments.nodes is None and (plan is None or plan.cluster is None):
+        if plan is None or plan.world_size is None:
+            raise ValueError(
+                "the number of processes is not known: give --plan with batch sizes, --nodes, or --config_file"
+            )
+        arguments.nodes = (plan.world_size,)
+    layout = make_layout(arguments, plan, default_device=_local_device())
+    node = arguments.node_rank
+    if node is None and layout.num_nodes > 1:
+        raise ValueError(f"say with --node-rank which of the {layout.num_nodes} nodes this is, counted from 0")
+    node = node or 0
+    if not 0 <= node < layout.num_nodes:
+        raise ValueError(f"found --node-rank {node}, expected one from 0 to {layout.num_nodes - 1}")
+    text = render_node(layout, node)
+    check_with_accelerate(text)
+    file = folder / layout.file_name(node)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """What may be given beside a configuration file; the rest must be changed in all nodes' files together."""
+    fixed = {"--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--cpu/--gpu": arguments.device}
+    given = [flag for flag, value in fixed.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be combined with --config_file, which says it already; leave one out"
+        )
+    return [
+        part
+        for flag, value in (
+            ("--main_process_ip", arguments.main_ip),
+            ("--main_process_port", arguments.main_port),
+            ("--mixed_precision", arguments.mixed_precision),
+        )
+        if value is not None
+        for part in (flag, str(value))
+    ]
+
+
+def _read_config(file: Path) -> ClusterConfig:
+    import yaml
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    advice = "write one with accelerate-lshdp config"
+    if not file.is_file():
+        raise ValueError(f"there is no configuration file {str(file)!r}; {advice}")
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not YAML ({error}); {advice}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{file} is not a configuration of accelerate, which has keys and values; {advice}")
+    config = load_config_from_file(str(file))
+    if not isinstance(config, ClusterConfig):
+        raise ValueError(f"{file} is for {config.compute_environment}, expected LOCAL_MACHINE; {advice}")
+    if not 0 <= config.machine_rank < config.num_machines or _local_ranks(config) < 1:
+        raise ValueError(
+            f"{file} has num_processes {config.num_processes}, num_machines {config.num_machines} and machine_rank"
+            f" {config.machine_rank}, which starts no process on this node; {advice}"
+        )
+    return config
+
+
+def _local_ranks(config: ClusterConfig) -> int:
+    """How many processes accelerate starts on this node."""
+    return config.num_processes // config.num_machines
+
+
+def _check_plan(plan: Plan | None, config: ClusterConfig, file: Path) -> None:
+    """Finds here what every rank would find after it has connected.
+
+    Raises:
+        PlanError: the plan needs other numbers of ranks than this node's configuration starts.
+    """
+    if plan is None:
+        return
+    here = _local_ranks(config)
+    node, nodes = config.machine_rank, config.num_machines
+    if plan.cluster is not None:
+        sizes = plan.cluster.node_sizes
+        if len(sizes) != nodes or sizes[node] != here:
+            raise PlanError(
+                f"found nodes of {sizes} ranks, but {file} starts {here} on node {node} of {nodes}. Write the"
+                " configuration from this plan: accelerate-lshdp config --plan",
+                path="cluster.nodes",
+                source=plan.source,
+            )
+    if plan.world_size is not None and nodes == 1 and plan.world_size != here:
+        raise PlanError(
+            f"found {plan.world_size} ranks, but {file} starts {here} processes on one machine. Correct num_processes,"
+            " or leave --config_file out.",
+            path="batch.ranks",
+            source=plan.source,
+        )
+
+
+def _set_environment(plan_path: str | None, config: ClusterConfig) -> None:
+    if plan_path is not None:
+        os.environ[PLAN_VARIABLE] = os.path.abspath(plan_path)
+    if config.use_cpu:
+        # accelerate tells only a single process that it is on a CPU; several would use the GPU of a machine with one.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    # accelerate's own choice is one thread a rank on GPU nodes, where a host optimizer needs more, and it fails on
+    # machines that do not tell their number of physical cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // _local_ranks(config))))
+
+
+def _usable_cores() -> int:
+    """Physical cores that this process may use, as far as the system tells."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, psutil.cpu_count(logical=False) or allowed)
+
+
+def _local_device() -> str:
+    from accelerate_lshdp.run import has_accelerator
+
+    return "gpu" if has_accelerator(several_ranks=True) else "cpu"
+
+
+def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:
+    place = f"node {config.machine_rank} of {config.num_machines}: " if config.num_machines > 1 else ""
+    count = _local_ranks(config)
+    device = "CPU" if config.use_cpu else "GPU"
+    print(
+        f"accelerate-lshdp launch: {place}{count} {device} {'process' if count == 1 else 'processes'},"
+        f" OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, running {arguments.script}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _accelerate_launch(argv: list[str]) -> int:
+    """``accelerate launch`` in this process, where its errors still hold the exit code of the script."""
+    from subprocess import CalledProcessError
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        launch_command(launch_command_parser().parse_args(argv))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return _shell_code(error.get_first_failure()[1].exitcode)
+    except CalledProcessError as error:
+        return _shell_code(error.returncode)
+    except SignalException as signal:
+        return _SIGNAL_BASE + int(signal.sigval)
+    return 0
+
+
+def _shell_code(returncode: int) -> int:
+    return returncode if returncode >= 0 else _SIGNAL_BASE - returncode

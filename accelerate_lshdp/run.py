@@ -1,0 +1,179 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Runs an unmodified training script with LSHDP: every ``Accelerator`` that it or the Trainer creates is ours.
+
+    accelerate launch --config_file cfg.yaml -m accelerate_lshdp.run [--plan PLAN] script.py ARGS
+    accelerate launch --config_file cfg.yaml -m accelerate_lshdp.run [--plan PLAN] -m package.module ARGS
+
+The script sees the arguments, ``__file__``, ``__main__``, ``sys.path[0]``, working directory and exit code that it
+would see without the shim, and a traceback begins in the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import runpy
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import TracebackType
+from typing import Any
+
+from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
+
+
+_USAGE_ERROR = 2
+_UNCAUGHT_EXCEPTION = 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prepares the process and runs the script in it.
+
+    Args:
+        argv: what follows ``-m accelerate_lshdp.run``; default: ``sys.argv[1:]``.
+
+    Raises:
+        SystemExit: 2 for a plan or a script that cannot be read, 1 after an exception of the script, else what the
+            script exits with.
+    """
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments.plan is not None:
+            use_plan(arguments.plan)
+        if not arguments.module and not os.path.isfile(arguments.script):
+            raise FileNotFoundError(
+                f"there is no script {arguments.script!r} in {os.getcwd()!r}; name a Python file, or a module after -m"
+            )
+    except (OSError, PlanError) as error:
+        print(f"accelerate_lshdp.run: {error}", file=sys.stderr)
+        sys.exit(_USAGE_ERROR)
+    use_cpu_where_there_is_no_accelerator()
+    replace_accelerator()
+    try:
+        if arguments.module:
+            sys.argv = [arguments.script, *arguments.script_args]
+            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(arguments.script, arguments.script_args)
+    except Exception as error:
+        # Called instead of raising further, which would put this file's frames on top of the user's; through the
+        # hook, because scripts may have installed their own.
+        sys.excepthook(type(error), error, _without_own_frames(error.__traceback__))
+        sys.exit(_UNCAUGHT_EXCEPTION)
+
+
+def use_plan(path: str) -> None:
+    """Lets every accelerator of this process and its children read the plan at ``path``.
+
+    Args:
+        path: a plan file. The environment carries its absolute path, for scripts that change their directory.
+
+    Raises:
+        PlanError: if it cannot be read or is not a valid plan.
+    """
+    Plan.load(path)
+    os.environ[PLAN_VARIABLE] = os.path.abspath(path)
+
+
+def use_cpu_where_there_is_no_accelerator() -> None:
+    """Sets what ranks on CPUs need before the first accelerate state exists; changes nothing on a GPU node.
+
+    accelerate has no launcher for several CPU processes on a node but FSDP's (see ``commands/config.py``), which does
+    not tell the processes that they are on CPUs: without this they would not form a group at all.
+    """
+    asked_for = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on", "t", "y")
+    if asked_for or not has_accelerator(several_ranks="LOCAL_RANK" in os.environ):
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        # Only the launcher needed it. transformers would take it for FSDP and leave the weights of all ranks but the
+        # first empty in from_pretrained.
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+
+
+def has_accelerator(*, several_ranks: bool) -> bool:
+    """Whether torch has a device other than the CPU on which one rank, or several together, can train."""
+    import torch
+
+    if torch.backends.cuda.is_built():
+        # Counted without initialising CUDA, so that a script may still set CUDA_VISIBLE_DEVICES.
+        return torch.cuda.device_count() > 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # MPS has no collectives: several ranks on a Mac train on its CPU.
+    return accelerator is not None and not (several_ranks and accelerator.type == "mps")
+
+
+def replace_accelerator() -> None:
+    """Makes ``accelerate.Accelerator(...)`` return an `LSHDPAccelerator`, by whatever name the class was imported.
+
+    A subclass of the user's own stays what it is, and says so.
+    """
+    from accelerate import Accelerator
+
+    from accelerate_lshdp.accelerator import LSHDPAccelerator
+
+    def create(cls: type[Accelerator], *args: Any, **kwargs: Any) -> Accelerator:
+        if cls is Accelerator:
+            return object.__new__(LSHDPAccelerator)  # type.__call__ then runs its __init__ with the same arguments
+        if not issubclass(cls, LSHDPAccelerator):
+            warnings.warn(
+                f"{cls.__module__}.{cls.__qualname__} is a subclass of accelerate.Accelerator of your own, which "
+                "accelerate_lshdp.run does not replace: it trains without the plan. Derive it from "
+                "accelerate_lshdp.LSHDPAccelerator, or create accelerate.Accelerator itself",
+                stacklevel=2,
+            )
+        return object.__new__(cls)
+
+    Accelerator.__new__ = staticmethod(create)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="accelerate launch ... -m accelerate_lshdp.run",
+        description="Run an unmodified script with LSHDP.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help=f"the plan file (default: the environment variable {PLAN_VARIABLE})"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="the Python file (or module) to run")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    return parser.parse_args(argv)
+
+
+def _run_file(script: str, script_args: Sequence[str]) -> None:
+    """``python script ARGS`` in this process.
+
+    Not by ``runpy.run_path``, which takes the script's module away again when its last line has run, whereas exit
+    handlers and threads of the script may still pickle what it defines.
+    """
+    path = os.path.abspath(script)
+    sys.argv = [script, *script_args]
+    if not _has_safe_path():
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    module.__dict__.update(__builtins__=__builtins__, __package__=None, __cached__=None)
+    sys.modules["__main__"] = module
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def _has_safe_path() -> bool:
+    """Whether Python was told not to put the script's folder first on the path (``-P``, from 3.11 on; ``-I``)."""
+    return bool(getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
+        traceback = traceback.tb_next
+    return traceback
+
+
+if __name__ == "__main__":
+    main()
