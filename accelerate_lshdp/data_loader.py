@@ -1,0 +1,375 @@
+"""The loader that scripts iterate: it tells training from evaluation passes, and keeps the position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.logging import get_logger
+from accelerate.state import GradientState
+from accelerate.utils import send_to_device, synchronize_rng_states
+
+from accelerate_lshdp.data_cut import GlobalBatchCut
+from accelerate_lshdp.data_order import derive_seed
+from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlaceWriter
+from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint
+from accelerate_lshdp.data_tokens import with_window_tokens
+
+
+logger = get_logger(__name__)
+
+
+class HeterogeneousDataLoader(DataLoaderShard):
+    """A prepared loader of which every rank reads its own number of samples of each global batch.
+
+    Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator;
+    `len(loader)` and `total_batch_size` follow the same rule. An evaluation pass is that of stock accelerate. In a
+    training pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is
+    not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if loss tokens are counted).
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        context: LoaderContext,
+        *,
+        device: torch.device | None = None,
+        non_blocking: bool = False,
+        rng_types: list[Any] | None = None,
+        use_stateful_dataloader: bool = False,
+        generator: torch.Generator,
+        seed: int,
+    ) -> None:
+        # Not the parent's constructor: it asks a StatefulDataLoader for its state, which starts workers and an
+        # iterator over a sampler that has no pass yet. The state of this loader is its position.
+        self.base_dataloader = source.base_dataloader
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = None
+        self.skip_batches = 0
+        self.gradient_state = GradientState()
+        self._drop_last = source.drop_last
+        self._non_blocking = non_blocking
+        self._source = source
+        self._context = context
+        self._generator = generator
+        self._seed = seed
+        self._progress = LoaderProgress()
+        self._skip_to: StartPoint | int | None = None
+        self._pass: str | None = None
+
+    # Position
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self._source.dataset
+
+    @property
+    def iteration(self) -> int:
+        """The epoch that the next training pass reads."""
+        return self._progress.epoch
+
+    @property
+    def position(self) -> LoaderPosition:
+        return LoaderPosition(self._progress.epoch, self._progress.samples)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the pass in progress is an evaluation pass."""
+        return self._pass == "evaluation"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass. A restored position in another epoch is given up, with a warning."""
+        progress = self._progress
+        progress.evaluation_passes = epoch
+        if epoch != progress.epoch:
+            if progress.armed:
+                logger.warning(
+                    f"set_epoch({epoch}) gives up the restored position (epoch {progress.epoch}, sample"
+                    f" {progress.samples}). Start the loop at epoch {progress.epoch} to go on from there."
+                )
+            progress.start_epoch(epoch)
+        self._source.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what the order of the samples depends on, for JSON."""
+        progress = self._progress
+        generator = progress.generator_state or self._source.order.generator_state()
+        return {
+            "epoch": progress.epoch,
+            "samples": progress.samples,
+            "global_batches": progress.global_batches,
+            "evaluation_passes": progress.evaluation_passes,
+            "seed": self._seed,
+            "sampler_generator": generator,
+            "order": progress.order,
+            "worker_samples": list(progress.worker_samples),
+            "next_worker": progress.next_worker,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, under any plan and world size. The next pass starts there after `resume`.
+
+        Raises ValueError if the state is malformed or belongs to another kind of loader.
+        """
+        numbers = ("epoch", "samples", "global_batches", "evaluation_passes", "seed", "next_worker")
+        missing = sorted({*numbers, "sampler_generator", "order", "worker_samples"} - set(state))
+        if missing:
+            raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
+        for name in numbers:
+            if type(state[name]) is not int or state[name] < 0:
+                raise ValueError(f"found {name}={state[name]!r} in a loader state, expected an integer >= 0.")
+        self._source.order.set_generator_state(state["sampler_generator"])
+        self._seed = state["seed"]
+        self._source.order.set_seed(self._seed)
+        progress = self._progress
+        progress.start_epoch(state["epoch"])
+        progress.samples = state["samples"]
+        progress.global_batches = state["global_batches"]
+        progress.evaluation_passes = state["evaluation_passes"]
+        progress.worker_samples = list(state["worker_samples"])
+        progress.next_worker = state["next_worker"]
+        progress.order = state["order"]
+        progress.restored = True
+
+    def resume(self) -> None:
+        """Let the next training pass start at the restored position. Raises ValueError if there is none."""
+        self._require_restored()
+        self._progress.armed = True
+
+    def _require_restored(self) -> None:
+        if not self._progress.restored:
+            raise ValueError(
+                "found no restored position, expected one to go on from. Call load_state (or load_state_dict) before"
+                " the next training pass starts, or say how many batches to skip."
+            )
+
+    def skipping(self, num_batches: int | None) -> HeterogeneousDataLoader:
+        """A loader over the same data whose passes skip that many of this rank's batches; see `skip_first_batches`."""
+        view = object.__new__(HeterogeneousDataLoader)
+        view.__dict__.update(self.__dict__)
+        view._pass = None
+        if num_batches is None:
+            self._require_restored()
+            view._skip_to = self._progress.start_point()
+        elif isinstance(self._skip_to, StartPoint):
+            raise ValueError("found a loader that skips to a restored position, expected one that does not skip yet.")
+        else:
+            view._skip_to = num_batches + (self._skip_to or 0)
+        return view
+
+    # Sizes
+
+    def _cut(self) -> GlobalBatchCut:
+        context = self._context
+        if context.rank_batches is not None:
+            return GlobalBatchCut.from_plan(context.rank_batches)
+        batch_size = self._source.batch_size
+        if not isinstance(batch_size, int):
+            raise ValueError(
+                "found a batch sampler without an integer batch_size, expected one for a training pass: the plan has"
+                " no batch sizes. Give the batch sampler a batch_size, or the plan batch sizes."
+            )
+        if not self._split_batches:
+            return GlobalBatchCut.equal(batch_size, context.world_size)
+        if batch_size % context.world_size:
+            raise ValueError(
+                f"found split_batches=True with a batch_size of {batch_size} on {context.world_size} ranks, expected a"
+                " multiple of the ranks. Change batch_size, or give the plan batch sizes."
+            )
+        return GlobalBatchCut.equal(batch_size // context.world_size, context.world_size)
+
+    @property
+    def _split_batches(self) -> bool:
+        return self._source.split_batches
+
+    def _global_batch_count(self, samples: int, cut: GlobalBatchCut) -> int:
+        return samples // cut.total if self._drop_last else -(-samples // cut.total)
+
+    def _in_evaluation(self) -> bool:
+        return self._context.is_evaluation_pass() if self._pass is None else self.is_evaluating
+
+    def __len__(self) -> int:
+        """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
+        skip = self._skip_to
+        if self._context.is_evaluation_pass():
+            return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
+        cut = self._cut()
+        steps = cut.steps[self._context.rank]
+        samples = len(self._source)
+        if isinstance(skip, StartPoint):
+            return max(0, self._global_batch_count(samples - skip.samples, cut)) * steps
+        return max(0, self._global_batch_count(samples, cut) * steps - (skip or 0))
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a batch over all ranks: of a global batch in training, of one iteration in evaluation."""
+        if not self._in_evaluation():
+            return self._cut().total
+        return self._source.batch_size * (1 if self._split_batches else self._context.world_size)
+
+    @property
+    def total_dataset_length(self) -> int:
+        return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
+
+    def get_sampler(self) -> Any:
+        return self._source.order.sampler
+
+    def set_sampler(self, sampler: Any) -> None:
+        raise NotImplementedError(
+            "the sampler of a prepared loader is not exchanged. Restore its order with load_state_dict, or prepare a"
+            " new loader."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a prepared loader cannot be pickled. Pickle the dataset, or call state_dict() for the position."
+        )
+
+    # Passes
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._context.is_evaluation_pass():
+            return self._evaluation_pass()
+        return self._training_pass()
+
+    def _open(self, kind: str, epoch: int) -> None:
+        self._pass = kind
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, None)
+        self._source.set_epoch(epoch)
+        # The DataLoader draws the seed of its workers from this, not from the global generator.
+        start = self._progress.samples if kind == "training" else 0
+        self._generator.manual_seed(derive_seed("workers", kind, self._seed, epoch, self._context.rank, start))
+        if kind == "training":
+            # Nothing is repeated to fill a global batch; what a rank repeats is told by its place.
+            self.reset()
+            self.remainder = 0
+            self.gradient_state._add_dataloader(self)
+        else:
+            self.begin()
+        self._context.begin_pass(self)
+
+    def _close(self) -> None:
+        self._pass = None
+        self.end()
+        self._context.end_pass(self)
+
+    def _evaluation_pass(self) -> Iterator[Any]:
+        self._open("evaluation", self._progress.evaluation_passes)
+        try:
+            batches = self._source.evaluation_batches()
+            skip = self._skip_to if isinstance(self._skip_to, int) else 0
+            missing = object()
+            for _ in range(skip):
+                next(batches, missing)
+            # One batch ahead, to know the last one: gather_for_metrics cuts its repeated samples off.
+            current = next(batches, missing)
+            while current is not missing:
+                current = self._to_device(current)
+                following = next(batches, missing)
+                self.end_of_dataloader = following is missing
+                yield current
+                current = following
+            self._progress.evaluation_passes += 1
+        finally:
+            self._close()
+
+    def _training_pass(self) -> Iterator[Any]:
+        context, progress = self._context, self._progress
+        cut = self._cut()
+        self._say_sizes(cut)
+        start = self._start_point(cut)
+        expected_order, epoch = start.order, progress.epoch
+        progress.start_epoch(epoch)
+        progress.samples, progress.global_batches = start.samples, start.global_batches
+        progress.worker_samples = list(start.worker_samples or ()) or [0] * self._source.workers
+        progress.next_worker = start.next_worker
+        progress.generator_state = self._source.order.generator_state()
+        writer = PlaceWriter(
+            cut,
+            context.rank,
+            epoch,
+            accumulation_steps=context.gradient_accumulation_steps,
+            sync_with_dataloader=context.sync_with_dataloader,
+            first_sample=start.samples,
+            global_batch=start.global_batches,
+            open_window=0 if context.sync_with_dataloader else progress.open_window,
+        )
+
+        def agree(order: str) -> None:
+            context.check_agreement(
+                f"{order} epoch {epoch} from {start.samples} cut {cut.sizes}/{cut.steps}",
+                "the samples of the first global batch of a training pass (give the sampler a generator with the same"
+                " seed on every rank, or a set_epoch, and the same dataset)",
+            )
+
+        def remember_order(order: str) -> None:
+            progress.order = order
+            if expected_order not in (None, order):
+                raise ValueError(
+                    f"found another order of the samples in epoch {epoch} than before the restart, expected the same:"
+                    " its remaining samples are not those that are missing. Give the sampler a generator, or a"
+                    " set_epoch that fixes its order, and resume with the same dataset."
+                )
+
+        self._open("training", epoch)
+        try:
+            batches = self._source.training_batches(writer, start, agree, remember_order)
+            if context.token_counter is not None:
+                batches = with_window_tokens(batches, context.token_counter)
+            for batch, place, worker in batches:
+                batch = self._to_device(batch)
+                self._record(place, worker, cut)
+                context.batch_yielded(self, place)
+                yield batch
+            progress.start_epoch(epoch + 1)
+        finally:
+            self._close()
+
+    def _start_point(self, cut: GlobalBatchCut) -> StartPoint:
+        skip = self._skip_to
+        if isinstance(skip, StartPoint):
+            return skip
+        if skip is None:
+            return self._progress.start_point() if self._progress.armed else StartPoint()
+        steps = cut.steps[self._context.rank]
+        whole, rest = divmod(skip, steps)
+        # Asked of all ranks first, so that none waits for one that stops here.
+        self._context.check_agreement(
+            str(whole) if not rest else "inside a global batch", "the global batches that skip_first_batches skips"
+        )
+        if rest:
+            raise ValueError(
+                f"found num_batches={skip}, which is inside a global batch ({steps} batches on this rank), expected a"
+                f" multiple of {steps}: {whole * steps} or {(whole + 1) * steps}."
+            )
+        return StartPoint(samples=whole * cut.total, global_batches=whole)
+
+    def _record(self, place: MicroBatchPlace, worker: int | None, cut: GlobalBatchCut) -> None:
+        progress = self._progress
+        self.end_of_dataloader = place.last_in_pass
+        if place.ends_global_batch:
+            progress.samples = place.first_sample + place.total_samples
+            progress.global_batches = place.global_batch + 1
+            if worker is not None:
+                progress.worker_samples[worker] += place.total_samples
+                progress.next_worker = (worker + 1) % self._source.workers
+            progress.open_window = 0 if place.window_end else progress.open_window + 1
+
+    def _to_device(self, batch: Any) -> Any:
+        if self.device is None:
+            return batch
+        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
+
+    def _say_sizes(self, cut: GlobalBatchCut) -> None:
+        own = self._source.batch_size
+        if self._context.rank_batches is not None and cut.sizes != (own,) * self._context.world_size:
+            logger.warning_once(
+                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={own} in training"
+                " passes; evaluation passes keep it."
+            )

@@ -1,0 +1,168 @@
+"""Map-style data: one stream of indices, cut in global batches, of which each rank reads its own slices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader
+
+from accelerate_lshdp.data_cut import GlobalBatchCut
+from accelerate_lshdp.data_order import OPENING, SampleOrder, hash_indices
+from accelerate_lshdp.data_places import MicroBatchPlace, PlacedBatch, PlaceWriter
+
+
+def global_batches(indices: Iterator[Any], total: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
+    """Cut a stream of indices in lists of `total`, each with "is the last"; the last may be shorter, or is dropped.
+
+    Reads one list of indices ahead, never a sample.
+    """
+    current = list(islice(indices, total))
+    while current and not (drop_last and len(current) < total):
+        following = list(islice(indices, total))
+        last = not following or (drop_last and len(following) < total)
+        yield current, last
+        current = [] if last else following
+
+
+class HeterogeneousBatchSampler(BatchSampler):
+    """Index lists of one rank: inside `fed_with` those it was given, otherwise those of stock accelerate.
+
+    One sampler serves both kinds of pass, so that persistent workers serve both too.
+    """
+
+    def __init__(
+        self, batch_sampler: BatchSampler, *, rank: int, world_size: int, split_batches: bool, even_batches: bool
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.process_index = rank
+        self.num_processes = world_size
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._fed: Iterator[list[Any]] | None = None
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        return len(self.batch_sampler)
+
+    @contextmanager
+    def fed_with(self, index_lists: Iterator[list[Any]]) -> Iterator[None]:
+        """Hand out one iterator while a DataLoader starts; with workers it asks for it twice and uses the second."""
+        self._fed = index_lists
+        try:
+            yield
+        finally:
+            self._fed = None
+
+    def _evaluation(self) -> BatchSampler:
+        if self.num_processes == 1:
+            return self.batch_sampler
+        return BatchSamplerShard(
+            self.batch_sampler, self.num_processes, self.process_index, self.split_batches, self.even_batches
+        )
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return iter(self._evaluation()) if self._fed is None else self._fed
+
+    def __len__(self) -> int:
+        return len(self._evaluation())
+
+
+class MapSource:
+    """Batches of a map-style dataset, for both kinds of pass."""
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        order: SampleOrder,
+        make_loader: Callable[..., DataLoader],
+        *,
+        rank: int,
+        world_size: int,
+        split_batches: bool,
+        even_batches: bool,
+    ) -> None:
+        self.order = order
+        self.rank = rank
+        self.split_batches = split_batches
+        self.sampler = HeterogeneousBatchSampler(
+            order.batch_sampler,
+            rank=rank,
+            world_size=world_size,
+            split_batches=split_batches,
+            even_batches=even_batches,
+        )
+        self.batch_size = self.sampler.batch_size
+        self.drop_last = self.sampler.drop_last
+        self.dataset = loader.dataset
+        self.workers = 1
+        if order.reads_whole_batches:
+            self.base_dataloader = make_loader(loader.dataset, sampler=self.sampler, batch_size=None)
+        else:
+            self.base_dataloader = make_loader(loader.dataset, batch_sampler=self.sampler)
+
+    def __len__(self) -> int:
+        """Samples of an epoch. Raises TypeError if they cannot be known."""
+        return len(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def training_batches(
+        self, writer: PlaceWriter, start: Any, agree: Callable[[str], None], remember_order: Callable[[str], None]
+    ) -> Iterator[PlacedBatch]:
+        """Yield this rank's micro-batches from `start` on.
+
+        `agree` is called once, with a hash of the order, and raises if ranks differ; `remember_order` is called once
+        with a hash that does not depend on the plan.
+
+        Raises ValueError if the epoch is shorter than `start`.
+        """
+        self.order.begin_pass()
+        indices = self.order.indices()
+        cut = writer.cut
+        opening = list(islice(indices, max(OPENING, cut.total)))
+        agree(hash_indices(opening))
+        remember_order(hash_indices(opening[:OPENING]))
+        indices = chain(opening, indices)
+        skipped = sum(1 for _ in islice(indices, start.samples))
+        if skipped < start.samples:
+            raise ValueError(
+                f"found {skipped} samples in the epoch, expected to skip {start.samples}. Resume with the dataset and"
+                " sampler of the run that wrote the position, or skip fewer batches."
+            )
+        places: deque[MicroBatchPlace] = deque()
+        with self.sampler.fed_with(self._index_lists(indices, cut, writer, places)):
+            batches = iter(self.base_dataloader)
+        for batch in batches:
+            yield PlacedBatch(batch, places.popleft(), None)
+
+    def _index_lists(
+        self, indices: Iterator[Any], cut: GlobalBatchCut, writer: PlaceWriter, places: deque[MicroBatchPlace]
+    ) -> Iterator[list[Any]]:
+        # Workers are sent these lists in order and their batches come back in order (in_order=True is required), so
+        # places written here line up with batches however far the workers are ahead.
+        for samples, last in global_batches(indices, cut.total, self.drop_last):
+            micro_batches = cut.micro_batches(self.rank, len(samples))
+            for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
+                places.append(place)
+                yield [samples[i] for i in offsets] or samples[:1]
+
+    def evaluation_batches(self) -> Iterator[Any]:
+        self.order.begin_pass()
+        return iter(self.base_dataloader)
+
+    def evaluation_length(self) -> int:
+        return len(self.sampler)
