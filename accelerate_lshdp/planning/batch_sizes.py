@@ -18,6 +18,11 @@ import numpy as np
 from accelerate_lshdp.planning.curves import RankProfile
 
 
+# Two curves can reach the same time at different sizes and come out a few units in the last place apart. Such times
+# count as equal, so that rounding does not decide between cuts.
+_TIE = 1e-13
+
+
 class PlanningError(ValueError):
     """What was asked of the planner cannot be done on these ranks."""
 
@@ -59,20 +64,21 @@ def plan_fixed_total(profiles: Sequence[RankProfile], total_batch_size: int) -> 
 
     slowest_single = max(table[0] for table in tables)
     filled = np.partition(np.concatenate(tables), total - 1)[total - 1]
-    step_seconds = max(slowest_single, filled)
+    optimum = float(max(slowest_single, filled))
 
-    caps = np.array([np.searchsorted(table, step_seconds, side="right") for table in tables])
+    caps = np.array([np.searchsorted(table, optimum * (1 + _TIE), side="right") for table in tables])
     sizes = _most_even(caps, total).tolist()
-    below = [int(np.searchsorted(table, step_seconds, side="left")) for table in tables]
+    rank_seconds = [float(table[size - 1]) for table, size in zip(tables, sizes, strict=True)]
+    below = [int(np.searchsorted(table, optimum, side="left")) for table in tables]
     return BatchSizes(
         batch_sizes=sizes,
         micro_batches=[(size, 1) for size in sizes],
-        rank_seconds=[float(table[size - 1]) for table, size in zip(tables, sizes, strict=True)],
-        step_seconds=float(step_seconds),
+        rank_seconds=rank_seconds,
+        step_seconds=max(rank_seconds),
         certificate={
             "total_batch_size": total,
             "batch_sizes": list(sizes),
-            "step_seconds": float(step_seconds),
+            "step_seconds": max(rank_seconds),
             "largest_batches_below": below,
         },
     )
