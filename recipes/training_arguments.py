@@ -1,0 +1,73 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The command line options that every recipe has: optimization, precision, checkpoints, tracking, the plan."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive_int(text: str) -> int:
+    """Parse a whole number >= 1 (argparse `type`)."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def checkpoint_interval(text: str) -> int | str:
+    """Parse `--checkpointing_steps`: a number of optimizer steps, or `epoch` (argparse `type`)."""
+    if text == "epoch":
+        return text
+    try:
+        return positive_int(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of optimizer steps (at least 1) or 'epoch', found {text!r}"
+        ) from None
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options shared by the recipes. A recipe changes defaults with `parser.set_defaults`."""
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--plan",
+        help="Plan file of LSHDP: how much every rank does, and the sharding strategy. "
+        "Without it the environment variable ACCELERATE_LSHDP_PLAN is read, if set.",
+    )
+    group.add_argument(
+        "--per_device_train_batch_size",
+        type=positive_int,
+        default=16,
+        help="Samples a rank and micro-batch. Replaced by the plan, where the plan gives batch sizes.",
+    )
+    group.add_argument("--per_device_eval_batch_size", type=positive_int, default=32)
+    group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
+    group.add_argument("--learning_rate", type=float, default=1e-3, help="Learning rate after the warmup.")
+    group.add_argument("--weight_decay", type=float, default=0.01)
+    group.add_argument("--lr_scheduler_type", default="linear", help="A scheduler name of transformers.get_scheduler.")
+    group.add_argument("--num_warmup_steps", type=int, default=10, help="Optimizer steps of learning rate warmup.")
+    group.add_argument("--max_grad_norm", type=float, default=1.0, help="0 turns gradient clipping off.")
+    group.add_argument("--num_train_epochs", type=positive_int, default=3)
+    group.add_argument(
+        "--max_train_steps", type=positive_int, help="Total optimizer steps; overrides --num_train_epochs."
+    )
+    group.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
+    group.add_argument("--num_workers", type=int, default=0, help="Processes that load data, a rank.")
+    group.add_argument("--seed", type=int, default=42)
+
+    group = parser.add_argument_group("output")
+    group.add_argument("--output_dir", required=True, help="Final model, all_results.json, checkpoints and logs.")
+    group.add_argument(
+        "--checkpointing_steps",
+        type=checkpoint_interval,
+        help="Save a checkpoint every this many optimizer steps, or 'epoch' for one at the end of each epoch.",
+    )
+    group.add_argument(
+        "--resume_from_checkpoint",
+        metavar="PATH",
+        help="Continue from this checkpoint, in mid-epoch too; 'latest' is the newest in --output_dir.",
+    )
+    group.add_argument(
+        "--report_to",
+        default="none",
+        help="Experiment tracker: 'tensorboard', another of accelerate's, 'all' or 'none'.",
+    )
