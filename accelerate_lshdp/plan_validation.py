@@ -89,7 +89,8 @@ def describe(value: object) -> str:
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}" if value else "an empty list"
+        kind = "list" if isinstance(value, list) else "tuple"
+        return f"a {kind} of {len(value)}" if value else f"an empty {kind}"
     return f"a Python {type(value).__name__}"
 
 
