@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         # Called instead of raising further, which would put this file's frames on top of the user's; through the
         # hook, because scripts may have installed their own.
-        sys.excepthook(type(error), error, _without_own_frames(error.__traceback__))
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(_UNCAUGHT_EXCEPTION)
 
 

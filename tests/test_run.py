@@ -1,0 +1,248 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The shim: a script must not notice it, and every Accelerator must be ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate_lshdp import Plan, run
+
+
+TIMEOUT_SECONDS = 60
+
+# Prints all that a script can tell about how it was started, also after its last line.
+_STUB = """\
+import atexit, json, multiprocessing, os, pickle, sys
+from sibling import WORD
+
+class Record:
+    pass
+
+def double(number):
+    return 2 * number
+
+def still_main():
+    same = sys.modules["__main__"].__dict__ is globals()
+    return {"is main": same, "pickled": type(pickle.loads(pickle.dumps(Record()))) is Record, "argv": sys.argv}
+
+facts = {
+    "file": __file__, "name": __name__, "package": __package__, "spec": repr(__spec__), "cwd": os.getcwd(),
+    "loader": type(__loader__).__name__, "path0": sys.path[0], "sibling": WORD,
+}
+if __name__ == "__main__":
+    atexit.register(lambda: print("at exit", json.dumps(still_main())))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a child that imports the script again
+        facts["spawned"] = pool.map(double, [2])
+    print(json.dumps({**facts, **still_main()}))
+"""
+
+_MODULE = """\
+import json, sys
+from .sibling import WORD
+print(json.dumps([sys.argv, __name__, __package__, __spec__.name, __file__, sys.path[0], WORD]))
+"""
+
+_RAISING = """\
+def fail():
+    try:
+        {}["missing"]
+    except KeyError as error:
+        raise RuntimeError("a mistake of the script") from error
+
+fail()
+"""
+
+
+def _environment() -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1"}
+
+
+def _python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+
+
+@pytest.fixture
+def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves accelerate in the test process as it is, where only the running of scripts is tested."""
+    monkeypatch.setattr(run, "replace_accelerator", lambda: None)
+    monkeypatch.setattr(run, "use_cpu_where_there_is_no_accelerator", lambda: None)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+def test_script_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
+    folder = tmp_path / "real"
+    folder.mkdir()
+    (folder / "script.py").write_text(_STUB)
+    (folder / "sibling.py").write_text("WORD = 'found beside the script'\n")
+    (tmp_path / "link.py").symlink_to(folder / "script.py")  # path[0] is the folder of what a link points to
+    arguments = ["link.py", "--plan", "the script's", "-m", "--", "-x", ""]
+
+    plain = _python(*arguments, cwd=tmp_path)
+    shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
+
+    assert plain.returncode == 0 and plain.stdout.count('"is main": true') == 2, plain.stderr
+    assert shim.stdout == plain.stdout, shim.stderr
+    assert shim.returncode == 0
+
+
+def test_module_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(_MODULE)
+    (package / "sibling.py").write_text("WORD = 'found in the package'\n")
+    arguments = ["-m", "package", "--flag", "-m"]
+
+    plain = _python(*arguments, cwd=tmp_path)
+    shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
+
+    assert plain.returncode == 0 and "found in the package" in plain.stdout, plain.stderr
+    assert shim.stdout == plain.stdout, shim.stderr
+    assert shim.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [_RAISING, "1 +\n", "import sys; sys.exit('a message')", "raise SystemExit(3)", "import sys; sys.exit()"],
+    ids=["exception", "syntax error", "exit message", "exit code", "exit"],
+)
+@pytest.mark.usefixtures("without_accelerator")
+def test_exit_code_and_traceback_are_the_scripts(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    plain = _python(script, cwd=tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    code: object = 0
+    try:
+        run.main([str(script)])
+    except SystemExit as exit_request:
+        code = exit_request.code
+        if isinstance(code, str):  # the interpreter prints it and exits with 1
+            print(code, file=sys.stderr)
+            code = 1
+
+    assert (code or 0) == plain.returncode
+    assert capfd.readouterr().err == plain.stderr  # the whole traceback, without a frame of the shim
+
+
+@pytest.mark.usefixtures("without_accelerator")
+def test_own_exception_hook_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', error)\nraise ValueError('x')"
+    )
+    with pytest.raises(SystemExit) as caught:
+        run.main([str(script)])
+    assert caught.value.code == 1
+    assert capfd.readouterr().out == "hook x\n"
+
+
+@pytest.mark.usefixtures("without_accelerator")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--plan", "missing.json", "script.py"], "missing.json"),
+        (["--plan", "bad.json", "script.py"], "bad.json"),
+        (["missing.py"], "there is no script 'missing.py'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCELERATE_LSHDP_PLAN", raising=False)
+    Path("script.py").write_text("print('ran')")
+    Path("bad.json").write_text('{"version": 1, "strategy": "lsdp", "surprise": 0}')
+    with pytest.raises(SystemExit) as caught:
+        run.main(arguments)
+    assert caught.value.code == 2
+    captured = capfd.readouterr()
+    assert expected in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert "ACCELERATE_LSHDP_PLAN" not in os.environ
+
+
+def test_cpu_is_forced_only_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: True)
+    run.use_cpu_where_there_is_no_accelerator()
+    assert "ACCELERATE_USE_CPU" not in os.environ and os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: False)
+    run.use_cpu_where_there_is_no_accelerator()
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_USE_FSDP" not in os.environ
+
+
+def test_cpu_that_was_asked_for_is_kept_on_a_gpu_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: True)
+    run.use_cpu_where_there_is_no_accelerator()
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_USE_FSDP" not in os.environ
+
+
+_ACCELERATORS = """\
+import json, warnings
+import accelerate
+from accelerate.accelerator import Accelerator
+from transformers import Trainer, TrainingArguments
+from accelerate_lshdp import LSHDPAccelerator
+import torch
+
+class Own(Accelerator):
+    pass
+
+class Derived(LSHDPAccelerator):
+    pass
+
+first = Accelerator(gradient_accumulation_steps=3, step_scheduler_with_optimizer=False)
+keywords = [first.gradient_accumulation_steps, first.step_scheduler_with_optimizer]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    own, derived = Own(), Derived()
+    told = [str(warning.message) for warning in caught if "accelerate_lshdp.run" in str(warning.message)]
+trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments(output_dir="out", report_to=[], use_cpu=True))
+print(json.dumps({
+    "types": [type(x).__name__ for x in (first, accelerate.Accelerator(), own, derived, trainer.accelerator)],
+    "keywords": keywords,
+    "batch sizes": first.plan.batch_sizes,
+    "told": told,
+}))
+"""
+
+
+def test_every_accelerator_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_ACCELERATORS)
+    Plan.from_batch_sizes([4], strategy="ddp").save(tmp_path / "plan.json")
+
+    result = _python("-m", "accelerate_lshdp.run", "--plan", "plan.json", "script.py", cwd=tmp_path)
+
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["types"] == ["LSHDPAccelerator", "LSHDPAccelerator", "Own", "Derived", "LSHDPAccelerator"]
+    assert found["keywords"] == [3, False]
+    assert found["batch sizes"] == [4]
+    assert len(found["told"]) == 1 and "__main__.Own is a subclass" in found["told"][0]
