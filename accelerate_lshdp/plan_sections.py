@@ -141,6 +141,9 @@ class Link:
     def __post_init__(self) -> None:
         require_number(self.bandwidth_bits_per_second, "bandwidth_bits_per_second", positive=True)
         require_number(self.latency_seconds, "latency_seconds", positive=False)
+        # Equal plans must have equal digests, and JSON writes 1000000000 and 1e9 differently.
+        object.__setattr__(self, "bandwidth_bits_per_second", float(self.bandwidth_bits_per_second))
+        object.__setattr__(self, "latency_seconds", float(self.latency_seconds))
 
 
 @dataclass(frozen=True, slots=True)
