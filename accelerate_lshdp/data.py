@@ -18,7 +18,9 @@ from accelerate_lshdp.data_loader import HeterogeneousDataLoader
 from accelerate_lshdp.data_order import SampleOrder
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace
 from accelerate_lshdp.data_position import LoaderPosition
+from accelerate_lshdp.data_random import WorkerStart
 from accelerate_lshdp.data_sampler import MapSource
+from accelerate_lshdp.data_stream import StreamSource
 
 
 __all__ = [
@@ -52,7 +54,11 @@ def _describe(loader: DataLoader) -> str:
         length = len(loader.dataset)
     except TypeError:
         length = None
-    return f"{type(loader.sampler).__name__} n={length} batch_size={loader.batch_size} drop_last={loader.drop_last}"
+    text = f"{type(loader.sampler).__name__} n={length} batch_size={loader.batch_size} drop_last={loader.drop_last}"
+    if isinstance(loader.dataset, IterableDataset):
+        # What a global batch of a stream is made of depends on its workers.
+        text += f" workers={max(1, loader.num_workers)}"
+    return text
 
 
 def prepare_loader(
@@ -115,20 +121,18 @@ def prepare_loader(
         if name not in REPLACED
     }
 
-    def make_loader(dataset: Any, **sampling: Any) -> DataLoader:
-        return loader_class(dataset, generator=generator, **options, **sampling)
+    def make_loader(dataset: Any, *, wrapped: bool = False, **changes: Any) -> DataLoader:
+        if wrapped and loader.num_workers:
+            changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+        return loader_class(dataset, **{**options, "generator": generator, **changes})
 
+    layout = {"rank": context.rank, "world_size": context.world_size, "split_batches": split_batches}
+    source: MapSource | StreamSource
     if isinstance(loader.dataset, IterableDataset):
-        raise NotImplementedError
-    source = MapSource(
-        loader,
-        SampleOrder(loader, context.seed),
-        make_loader,
-        rank=context.rank,
-        world_size=context.world_size,
-        split_batches=split_batches,
-        even_batches=even_batches,
-    )
+        source = StreamSource(loader, make_loader, **layout)
+    else:
+        order = SampleOrder(loader, context.seed)
+        source = MapSource(loader, order, make_loader, even_batches=even_batches, **layout)
     return HeterogeneousDataLoader(
         source,
         context,

@@ -12,9 +12,8 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
-from accelerate_lshdp.data_order import derive_seed
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlaceWriter
-from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint
+from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading
 from accelerate_lshdp.data_tokens import with_window_tokens
 
 
@@ -97,44 +96,22 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what the order of the samples depends on, for JSON."""
-        progress = self._progress
-        generator = progress.generator_state or self._source.order.generator_state()
-        return {
-            "epoch": progress.epoch,
-            "samples": progress.samples,
-            "global_batches": progress.global_batches,
-            "evaluation_passes": progress.evaluation_passes,
-            "seed": self._seed,
-            "sampler_generator": generator,
-            "order": progress.order,
-            "worker_samples": list(progress.worker_samples),
-            "next_worker": progress.next_worker,
-        }
+        generator = self._progress.generator_state or self._source.generator_state()
+        return {**self._progress.state_dict(), "seed": self._seed, "sampler_generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, under any plan and world size. The next pass starts there after `resume`.
 
         Raises ValueError if the state is malformed or belongs to another kind of loader.
         """
-        numbers = ("epoch", "samples", "global_batches", "evaluation_passes", "seed", "next_worker")
-        missing = sorted({*numbers, "sampler_generator", "order", "worker_samples"} - set(state))
-        if missing:
-            raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
-        for name in numbers:
-            if type(state[name]) is not int or state[name] < 0:
-                raise ValueError(f"found {name}={state[name]!r} in a loader state, expected an integer >= 0.")
-        self._source.order.set_generator_state(state["sampler_generator"])
+        if type(state.get("seed")) is not int or "sampler_generator" not in state:
+            raise ValueError(
+                "found a loader state without seed or sampler_generator, expected what state_dict() gives."
+            )
+        self._progress.load_state_dict(state)
+        self._source.set_generator_state(state["sampler_generator"])
         self._seed = state["seed"]
-        self._source.order.set_seed(self._seed)
-        progress = self._progress
-        progress.start_epoch(state["epoch"])
-        progress.samples = state["samples"]
-        progress.global_batches = state["global_batches"]
-        progress.evaluation_passes = state["evaluation_passes"]
-        progress.worker_samples = list(state["worker_samples"])
-        progress.next_worker = state["next_worker"]
-        progress.order = state["order"]
-        progress.restored = True
+        self._source.set_seed(self._seed)
 
     def resume(self) -> None:
         """Let the next training pass start at the restored position. Raises ValueError if there is none."""
@@ -155,7 +132,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         view._pass = None
         if num_batches is None:
             self._require_restored()
-            view._skip_to = self._progress.start_point()
+            view._skip_to = self._progress.start_point
         elif isinstance(self._skip_to, StartPoint):
             raise ValueError("found a loader that skips to a restored position, expected one that does not skip yet.")
         else:
@@ -217,7 +194,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return self.dataset.total_length if hasattr(self.dataset, "total_length") else len(self.dataset)
 
     def get_sampler(self) -> Any:
-        return self._source.order.sampler
+        return self._source.sampler
 
     def set_sampler(self, sampler: Any) -> None:
         raise NotImplementedError(
@@ -244,7 +221,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._source.set_epoch(epoch)
         # The DataLoader draws the seed of its workers from this, not from the global generator.
         start = self._progress.samples if kind == "training" else 0
-        self._generator.manual_seed(derive_seed("workers", kind, self._seed, epoch, self._context.rank, start))
+        self._generator.manual_seed(self._source.worker_seed(kind, self._seed, epoch, start))
         if kind == "training":
             # Nothing is repeated to fill a global batch; what a rank repeats is told by its place.
             self.reset()
@@ -285,11 +262,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._say_sizes(cut)
         start = self._start_point(cut)
         expected_order, epoch = start.order, progress.epoch
-        progress.start_epoch(epoch)
-        progress.samples, progress.global_batches = start.samples, start.global_batches
-        progress.worker_samples = list(start.worker_samples or ()) or [0] * self._source.workers
-        progress.next_worker = start.next_worker
-        progress.generator_state = self._source.order.generator_state()
+        progress.start_pass(start)
+        progress.generator_state = self._source.generator_state()
         writer = PlaceWriter(
             cut,
             context.rank,
@@ -319,12 +293,12 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
         self._open("training", epoch)
         try:
-            batches = self._source.training_batches(writer, start, agree, remember_order)
+            batches = self._source.training_batches(writer, start, self._seed, agree, remember_order)
             if context.token_counter is not None:
                 batches = with_window_tokens(batches, context.token_counter)
-            for batch, place, worker in batches:
+            for batch, place, reading in batches:
                 batch = self._to_device(batch)
-                self._record(place, worker, cut)
+                self._record(place, reading)
                 context.batch_yielded(self, place)
                 yield batch
             progress.start_epoch(epoch + 1)
@@ -336,7 +310,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         if isinstance(skip, StartPoint):
             return skip
         if skip is None:
-            return self._progress.start_point() if self._progress.armed else StartPoint()
+            return self._progress.start_point if self._progress.armed else StartPoint()
         steps = cut.steps[self._context.rank]
         whole, rest = divmod(skip, steps)
         # Asked of all ranks first, so that none waits for one that stops here.
@@ -350,15 +324,13 @@ class HeterogeneousDataLoader(DataLoaderShard):
             )
         return StartPoint(samples=whole * cut.total, global_batches=whole)
 
-    def _record(self, place: MicroBatchPlace, worker: int | None, cut: GlobalBatchCut) -> None:
+    def _record(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
         progress = self._progress
         self.end_of_dataloader = place.last_in_pass
         if place.ends_global_batch:
             progress.samples = place.first_sample + place.total_samples
             progress.global_batches = place.global_batch + 1
-            if worker is not None:
-                progress.worker_samples[worker] += place.total_samples
-                progress.next_worker = (worker + 1) % self._source.workers
+            progress.reading = reading
             progress.open_window = 0 if place.window_end else progress.open_window + 1
 
     def _to_device(self, batch: Any) -> Any:

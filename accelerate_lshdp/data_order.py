@@ -26,11 +26,6 @@ OPENING = 64
 """Indices of an epoch that are remembered, as a hash, to recognise its order after a restart."""
 
 
-def derive_seed(*parts: Any) -> int:
-    """A seed in [0, 2**62) that depends on every part; other parts give an unrelated one."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 2
-
-
 def hash_indices(indices: Iterable[Any]) -> str:
     """The same hash for equal indices, whether they are ints, numpy or torch scalars, or keys."""
     plain = [index.item() if hasattr(index, "item") else index for index in indices]

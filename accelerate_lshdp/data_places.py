@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
+from accelerate_lshdp.data_position import StreamReading
 
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ class MicroBatchPlace:
 
 
 class PlacedBatch(NamedTuple):
-    """A collated micro-batch of a training pass, where it stands, and the worker that read it (None: any)."""
+    """A collated micro-batch of a training pass, where it stands, and how far its stream is read with it."""
 
     batch: Any
     place: MicroBatchPlace
-    worker: int | None
+    reading: StreamReading | None
+    """At the end of its global batch; None: the data is no stream."""
 
 
 class LoaderContext(Protocol):

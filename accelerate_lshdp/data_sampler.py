@@ -11,9 +11,10 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader
 
-from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_order import OPENING, SampleOrder, hash_indices
 from accelerate_lshdp.data_places import MicroBatchPlace, PlacedBatch, PlaceWriter
+from accelerate_lshdp.data_position import StartPoint
+from accelerate_lshdp.data_random import SeededDataset, SeededIndices, derive_seed
 
 
 def global_batches(indices: Iterator[Any], total: int, drop_last: bool) -> Iterator[tuple[list[Any], bool]]:
@@ -95,25 +96,44 @@ class MapSource:
         self.order = order
         self.rank = rank
         self.split_batches = split_batches
-        self.sampler = HeterogeneousBatchSampler(
+        self.index_lists = HeterogeneousBatchSampler(
             order.batch_sampler,
             rank=rank,
             world_size=world_size,
             split_batches=split_batches,
             even_batches=even_batches,
         )
-        self.batch_size = self.sampler.batch_size
-        self.drop_last = self.sampler.drop_last
+        self.batch_size = self.index_lists.batch_size
+        self.drop_last = self.index_lists.drop_last
         self.dataset = loader.dataset
-        self.workers = 1
-        if order.reads_whole_batches:
-            self.base_dataloader = make_loader(loader.dataset, sampler=self.sampler, batch_size=None)
-        else:
-            self.base_dataloader = make_loader(loader.dataset, batch_sampler=self.sampler)
+        self._seeds_samples = loader.num_workers > 0
+        sampling = (
+            {"sampler": self.index_lists, "batch_size": None}
+            if order.reads_whole_batches
+            else {"batch_sampler": self.index_lists}
+        )
+        dataset = SeededDataset(loader.dataset) if self._seeds_samples else loader.dataset
+        self.base_dataloader = make_loader(dataset, wrapped=self._seeds_samples, **sampling)
 
     def __len__(self) -> int:
         """Samples of an epoch. Raises TypeError if they cannot be known."""
         return len(self.order)
+
+    @property
+    def sampler(self) -> Any:
+        return self.order.sampler
+
+    def set_seed(self, seed: int) -> None:
+        self.order.set_seed(seed)
+
+    def generator_state(self) -> str | None:
+        return self.order.generator_state()
+
+    def set_generator_state(self, state: str | None) -> None:
+        self.order.set_generator_state(state)
+
+    def worker_seed(self, *parts: Any) -> int:
+        return derive_seed("workers", self.rank, *parts)
 
     def set_epoch(self, epoch: int) -> None:
         self.order.set_epoch(epoch)
@@ -121,7 +141,12 @@ class MapSource:
             self.dataset.set_epoch(epoch)
 
     def training_batches(
-        self, writer: PlaceWriter, start: Any, agree: Callable[[str], None], remember_order: Callable[[str], None]
+        self,
+        writer: PlaceWriter,
+        start: StartPoint,
+        seed: int,
+        agree: Callable[[str], None],
+        remember_order: Callable[[str], None],
     ) -> Iterator[PlacedBatch]:
         """Yield this rank's micro-batches from `start` on.
 
@@ -132,8 +157,7 @@ class MapSource:
         """
         self.order.begin_pass()
         indices = self.order.indices()
-        cut = writer.cut
-        opening = list(islice(indices, max(OPENING, cut.total)))
+        opening = list(islice(indices, max(OPENING, writer.cut.total)))
         agree(hash_indices(opening))
         remember_order(hash_indices(opening[:OPENING]))
         indices = chain(opening, indices)
@@ -144,25 +168,28 @@ class MapSource:
                 " sampler of the run that wrote the position, or skip fewer batches."
             )
         places: deque[MicroBatchPlace] = deque()
-        with self.sampler.fed_with(self._index_lists(indices, cut, writer, places)):
+        with self.index_lists.fed_with(self._write_index_lists(indices, writer, seed, places)):
             batches = iter(self.base_dataloader)
         for batch in batches:
             yield PlacedBatch(batch, places.popleft(), None)
 
-    def _index_lists(
-        self, indices: Iterator[Any], cut: GlobalBatchCut, writer: PlaceWriter, places: deque[MicroBatchPlace]
-    ) -> Iterator[list[Any]]:
+    def _write_index_lists(
+        self, indices: Iterator[Any], writer: PlaceWriter, seed: int, places: deque[MicroBatchPlace]
+    ) -> Iterator[list[Any] | SeededIndices]:
         # Workers are sent these lists in order and their batches come back in order (in_order=True is required), so
         # places written here line up with batches however far the workers are ahead.
-        for samples, last in global_batches(indices, cut.total, self.drop_last):
-            micro_batches = cut.micro_batches(self.rank, len(samples))
+        sample_seed = derive_seed("samples", seed, writer.epoch)
+        for samples, last in global_batches(indices, writer.cut.total, self.drop_last):
+            micro_batches = writer.cut.micro_batches(self.rank, len(samples))
             for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
                 places.append(place)
-                yield [samples[i] for i in offsets] or samples[:1]
+                read = [samples[i] for i in offsets] or samples[:1]
+                position = place.first_sample + (offsets.start if offsets else 0)
+                yield SeededIndices(read, sample_seed, position) if self._seeds_samples else read
 
     def evaluation_batches(self) -> Iterator[Any]:
         self.order.begin_pass()
         return iter(self.base_dataloader)
 
     def evaluation_length(self) -> int:
-        return len(self.sampler)
+        return len(self.index_lists)
