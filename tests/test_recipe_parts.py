@@ -1,0 +1,269 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The parts of the recipes that need no training: arguments, data, metric, models, messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import checkpoints  # noqa: E402
+import embedded_data  # noqa: E402
+import evaluate  # noqa: E402
+import gpt2_causal_lm as gpt2  # noqa: E402
+import vit_image_classification as vit  # noqa: E402
+from accuracy import Accuracy  # noqa: E402
+from datasets import Dataset, DatasetDict, config  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("recipe", [vit, gpt2])
+def test_defaults_need_no_download(recipe) -> None:
+    args = recipe.parse_args(["--output_dir", "out"])
+    assert args.dataset_name is None and args.model_name_or_path is None and args.plan is None
+    assert args.report_to == "none" and args.checkpointing_steps is None and args.seed == 42
+
+
+@pytest.mark.parametrize("recipe", [vit, gpt2])
+@pytest.mark.parametrize(("text", "parsed"), [("epoch", "epoch"), ("25", 25)])
+def test_checkpointing_steps(recipe, text: str, parsed: int | str) -> None:
+    assert recipe.parse_args(["--output_dir", "out", "--checkpointing_steps", text]).checkpointing_steps == parsed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        (vit, [], "--output_dir"),
+        (gpt2, [], "--output_dir"),
+        (vit, ["--checkpointing_steps", "sometimes"], "a number of optimizer steps (at least 1) or 'epoch'"),
+        (vit, ["--checkpointing_steps", "0"], "found '0'"),
+        (vit, ["--per_device_train_batch_size", "-1"], "at least 1"),
+        (gpt2, ["--max_train_steps", "many"], "at least 1, found 'many'"),
+        (vit, ["--dataset_name", "cifar10", "--train_dir", "x"], "give one of them"),
+        (vit, ["--validation_dir", "x"], "needs --train_dir"),
+        (vit, ["--model_name_or_path", "x", "--model_config", "small"], "give one of them"),
+        (gpt2, ["--dataset_name", "wikitext", "--train_file", "x.txt"], "give one of them"),
+        (gpt2, ["--validation_file", "x.txt"], "needs --train_file"),
+        (gpt2, ["--train_file", "x.docx"], "expected a file name that ends in .txt"),
+    ],
+)
+def test_bad_arguments_are_refused(recipe, arguments: list[str], message: str, capsys) -> None:
+    if message != "--output_dir":
+        arguments = ["--output_dir", "out", *arguments]
+    with pytest.raises(SystemExit) as exit_:
+        recipe.parse_args(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_digits_are_all_there_and_held_out_ones_are_not_trained_on() -> None:
+    dataset = embedded_data.digits_dataset()
+    assert len(dataset["train"]) == 1500 and len(dataset["validation"]) == 297
+
+    def rows(split: str) -> list[tuple[bytes, int]]:
+        return [(np.asarray(row["image"]).tobytes(), row["label"]) for row in dataset[split]]
+
+    digits = load_digits()
+    pixels = np.round(digits.images * 255 / 16).astype(np.uint8)
+    everything = [(image.tobytes(), int(label)) for image, label in zip(pixels, digits.target, strict=True)]
+    # Together they are the original data, each row once: so no row can be in both.
+    assert sorted(rows("train") + rows("validation")) == sorted(everything)
+    assert sorted(set(dataset["validation"]["label"])) == list(range(10))
+    again = embedded_data.digits_dataset()
+    assert rows("train") == [(np.asarray(row["image"]).tobytes(), row["label"]) for row in again["train"]]
+
+
+def test_text_is_the_standard_library_with_whole_modules_held_out() -> None:
+    assert not set(embedded_data.TRAIN_MODULES) & set(embedded_data.HELD_OUT_MODULES)
+    dataset = embedded_data.standard_library_dataset()
+    assert len(dataset["train"]) == len(embedded_data.TRAIN_MODULES)
+    import textwrap
+
+    assert dataset["validation"]["text"][-1] == Path(textwrap.__file__).read_text(encoding="utf-8")
+    assert not set(dataset["train"]["text"]) & set(dataset["validation"]["text"])
+
+
+def test_missing_standard_library_sources_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_data.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="argparse.py.*--train_file"):
+        embedded_data.standard_library_dataset()
+
+
+def test_tokenizer_is_the_same_on_every_rank_and_lossless() -> None:
+    texts = embedded_data.standard_library_dataset()["train"]["text"][:6]
+    first, second = (embedded_data.byte_level_tokenizer(texts, vocab_size=512) for _ in range(2))
+    assert len(first) == 512 and first.eos_token_id == first.bos_token_id == 0
+    assert first.get_vocab() == second.get_vocab()
+    text = "def naïve(x):\n\treturn x  # 漢字"
+    assert first.decode(first(text)["input_ids"]) == text
+    ids = [tokenizer(texts, verbose=False)["input_ids"] for tokenizer in (first, second)]
+    assert embedded_data.fingerprint(ids[0]) == embedded_data.fingerprint(ids[1])
+
+
+def test_fingerprint_sees_every_token_and_every_row_boundary() -> None:
+    data = ([[1, 2], [3]], [[1, 2], [4]], [[1], [2, 3]], [[1, 2]])
+    fingerprints = [embedded_data.fingerprint(rows) for rows in data]
+    assert len(set(fingerprints)) == 4
+    assert all(0 <= fingerprint < 2**63 for fingerprint in fingerprints)
+
+
+def test_ranks_with_different_texts_are_stopped() -> None:
+    dataset = DatasetDict(train=Dataset.from_dict({"input_ids": [[1, 2, 3]]}))
+    same = SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, here]))
+    gpt2.check_same_text(same, dataset)
+    other = SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, here + 1]))
+    with pytest.raises(RuntimeError, match="same version of Python"):
+        gpt2.check_same_text(other, dataset)
+
+
+def test_accuracy_counts_equal_ids() -> None:
+    for metric in (Accuracy(keep_in_memory=True), evaluate.load(str(RECIPES / "accuracy.py"))):
+        metric.add_batch(predictions=torch.tensor([1, 2, 3]), references=torch.tensor([1, 2, 0]))
+        metric.add_batch(predictions=[7], references=[7])
+        assert metric.compute() == {"accuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "load", "hint"),
+    [(vit, "load_images", "--train_dir"), (gpt2, "load_text", "--train_file")],
+)
+def test_dataset_of_an_unreachable_hub_is_explained(recipe, load: str, hint: str) -> None:
+    args = recipe.parse_args(["--output_dir", "out", "--dataset_name", "cifar10"])
+    with pytest.raises(ConnectionError, match=f"the dataset cifar10 .*Without the Hub: .*{hint}"):
+        getattr(recipe, load)(args)
+
+
+@pytest.mark.parametrize("recipe", [vit, gpt2])
+def test_model_of_an_unreachable_hub_is_explained(recipe) -> None:
+    args = recipe.parse_args(["--output_dir", "out", "--model_name_or_path", "some/model"])
+    with pytest.raises(ConnectionError, match="the model some/model .*Without the Hub: .*--model_config"):
+        recipe.build_model(args, ["a", "b"])
+
+
+def test_metric_without_the_hub_is_the_own_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(vit.logger, "warning", lambda message: said.append(message))
+    assert isinstance(vit.load_metric(vit.parse_args(["--output_dir", "out"])), Accuracy)
+    assert said == []  # nothing of the embedded default comes from the Hub
+    metric = vit.load_metric(vit.parse_args(["--output_dir", "out", "--dataset_name", "cifar10"]))
+    assert isinstance(metric, Accuracy)
+    assert "recipes/accuracy.py" in said[0]
+
+
+def image_folder(root: Path, per_class: int) -> Path:
+    from PIL.Image import fromarray
+
+    for index, label in enumerate(("cat", "dog")):
+        (root / label).mkdir(parents=True)
+        for i in range(per_class):
+            pixels = np.full((10, 12, 3), 40 * index + i, dtype=np.uint8)
+            fromarray(pixels).save(root / label / f"{i}.png")
+    return root
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    train, held_out = image_folder(tmp_path / "train", 10), image_folder(tmp_path / "held_out", 2)
+    dataset = vit.load_images(vit.parse_args(["--output_dir", "out", "--train_dir", str(train)]))
+    assert dataset["train"].features["label"].names == ["cat", "dog"]
+    assert (len(dataset["train"]), len(dataset["validation"])) == (17, 3)
+    both = vit.parse_args(["--output_dir", "out", "--train_dir", str(train), "--validation_dir", str(held_out)])
+    dataset = vit.load_images(both)
+    assert (len(dataset["train"]), len(dataset["validation"])) == (20, 4)
+    both.label_column = "breed"
+    with pytest.raises(ValueError, match="No label column .breed.*--label_column"):
+        vit.load_images(both)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl", ".csv"])
+def test_files_of_text(tmp_path: Path, suffix: str) -> None:
+    lines = [f"line number {i}" for i in range(40)]
+    file = tmp_path / f"train{suffix}"
+    if suffix == ".txt":
+        file.write_text("\n".join(lines))
+    elif suffix == ".csv":
+        file.write_text("\n".join(["content", *lines]))
+    else:
+        file.write_text("\n".join(json.dumps({"content": line}) for line in lines))
+    dataset = gpt2.load_text(gpt2.parse_args(["--output_dir", "out", "--train_file", str(file)]))
+    assert (len(dataset["train"]), len(dataset["validation"])) == (38, 2)
+    assert sorted([*dataset["train"]["text"], *dataset["validation"]["text"]]) == sorted(lines)
+    args = gpt2.parse_args(["--output_dir", "out", "--train_file", str(file), "--text_column", "body"])
+    with pytest.raises(ValueError, match="--text_column"):
+        gpt2.load_text(args)
+
+
+def test_blocks_join_the_documents_and_lose_only_the_rest() -> None:
+    texts = ["import os\n", "print(1)\n" * 9, "x = 2\n"]
+    tokenizer = embedded_data.byte_level_tokenizer(texts, vocab_size=260)
+    split = Dataset.from_dict({"text": texts})
+    blocks = gpt2.group_into_blocks(DatasetDict(train=split, validation=split), tokenizer, 8)["train"]
+    joined = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    assert [token for row in blocks["input_ids"] for token in row] == joined[: len(joined) // 8 * 8]
+    assert blocks["labels"][:] == blocks["input_ids"][:]
+    with pytest.raises(ValueError, match="shorter than one block of 4000"):
+        gpt2.group_into_blocks(DatasetDict(train=split, validation=split), tokenizer, 4000)
+
+
+def test_block_longer_than_the_model_is_refused() -> None:
+    args = gpt2.parse_args(["--output_dir", "out", "--block_size", "257"])
+    with pytest.raises(ValueError, match="257 is longer than the model's 256 positions"):
+        gpt2.choose_block_size(args, SimpleNamespace(config=gpt2.GPT2Config(n_positions=256)))
+
+
+def test_evaluation_loss_is_weighted_by_tokens() -> None:
+    torch.manual_seed(0)
+    model = gpt2.GPT2LMHeadModel(gpt2.GPT2Config(n_positions=8, n_embd=16, n_layer=1, n_head=2, vocab_size=32))
+    ids = torch.randint(32, (5, 8))
+    labels = ids.clone()
+    for row, real in enumerate([8, 5, 1, 3, 2]):  # the third sample has no token to predict
+        labels[row, real:] = -100
+    batches = [{"input_ids": ids[:2], "labels": labels[:2]}, {"input_ids": ids[2:], "labels": labels[2:]}]
+    alone = SimpleNamespace(gather_for_metrics=lambda values: values)
+    loss, perplexity = gpt2.evaluate_model(alone, model, batches)
+    # transformers' own mean over all tokens of the one big batch
+    expected = model(input_ids=ids, labels=labels).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert perplexity == pytest.approx(np.exp(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("vit-l-32", 305.5), ("vit-l-16", 303.3), ("small", 0.894)])
+def test_vit_sizes(name: str, millions: float) -> None:
+    """304 M for ViT-L/16 and 306 M for ViT-L/32 with 1,000 classes; here 10, 1 M less."""
+    args = vit.parse_args(["--output_dir", "out", "--model_config", name])
+    with torch.device("meta"):
+        model, _ = vit.build_model(args, [str(i) for i in range(10)])
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+def test_checkpoint_names(tmp_path: Path) -> None:
+    path = checkpoints.checkpoint_path(str(tmp_path), 12)
+    assert checkpoints.steps_of_checkpoint(path + "/") == 12
+    for wrong in ("epoch_1", "step_", "step_-1", "12"):
+        with pytest.raises(ValueError, match="step_<number of optimizer steps>"):
+            checkpoints.steps_of_checkpoint(wrong)
+
+
+def test_latest_checkpoint_may_be_on_another_node(tmp_path: Path) -> None:
+    def gather_with(elsewhere: int) -> SimpleNamespace:
+        return SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, torch.tensor([elsewhere])]))
+
+    with pytest.raises(FileNotFoundError, match="no node has a step_<number> folder"):
+        checkpoints.latest_checkpoint(gather_with(-1), str(tmp_path))
+    for name in ("step_9", "step_10", "step_10.incomplete"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.latest_checkpoint(gather_with(9), str(tmp_path)) == str(tmp_path / "step_10")
+    assert checkpoints.latest_checkpoint(gather_with(11), str(tmp_path)) == str(tmp_path / "step_11")
