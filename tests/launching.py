@@ -239,21 +239,32 @@ def _run_together(
 
 def _end(processes: list[subprocess.Popen], with_signal: signal.Signals) -> None:
     """Send a signal to the processes and all that they started, and give these up to 2 s to end."""
-    family: list[psutil.Process] = []
-    for process in processes:
-        if process.poll() is None:
-            try:
-                parent = psutil.Process(process.pid)
-                # Children first: a launcher that sees its own end would take their stacks with it.
-                family += [*parent.children(recursive=True), parent]
-            except psutil.NoSuchProcess:  # ended between poll and here, which is all we want
-                continue
-    for member in family:
+    running = [process for process in processes if process.poll() is None]
+    started: list[psutil.Process] = []
+    for process in running:
         try:
-            member.send_signal(with_signal)
+            started += psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:  # ended since the poll, which is all we want
+            continue
+    # Children first, or a launcher could end them before they have shown their stacks.
+    for process in [*started, *running]:
+        try:
+            process.send_signal(with_signal)
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(family, timeout=2)
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        if all(process.poll() is not None for process in running) and all(has_ended(child.pid) for child in started):
+            return
+        time.sleep(0.01)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or only waits to be reaped by a parent that is not ours."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _read(stream: IO[str]) -> str:

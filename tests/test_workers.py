@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from launching import launch
+from launching import has_ended, launch
 
 
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -177,9 +177,8 @@ def test_rank_that_raises_before_a_collective_is_not_waited_for(workers):
 
 
 def test_unmatched_collective_does_not_reach_the_next_case(workers):
-    assert [error.type for error in workers(2).run(leave_collective_behind, expect_failure=True)] == [
-        "LookupError"
-    ] * 2
+    errors = workers(2).run(leave_collective_behind, expect_failure=True)
+    assert [error.type for error in errors] == ["LookupError"] * 2
     assert workers(2).run(all_reduce_rank, 1.0) == [(0, 1.0), (1, 1.0)]
 
 
@@ -220,12 +219,12 @@ def test_workers_end_with_their_parent(tmp_path):
         "print(*pool.pids, flush=True)\n"
         "os._exit(0)\n"
     )
-    finished = launch([script], nproc=0, timeout=60)
+    finished = launch([script], nproc=0, env={"TMPDIR": str(tmp_path)}, timeout=60)
     pid = int(finished.stdout)
     deadline = time.monotonic() + 5
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+    while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{pid}")
+    assert has_ended(pid)
 
 
 def test_launch_gives_ranks_their_environment():
@@ -235,11 +234,19 @@ def test_launch_gives_ranks_their_environment():
     assert finished.returncode == 1 and [process.returncode for process in finished.processes] == [0, 1, 2]
 
 
+def test_accelerate_launch_on_uneven_nodes(tmp_path):
+    script = tmp_path / "script.py"
+    names = (*LAUNCHER_NAMES, "ACCELERATE_USE_CPU")
+    script.write_text(f"import os; print(*(os.environ[n] for n in {names}), flush=True)")
+    finished = launch([script], nproc=3, nodes=(1, 2), launcher="accelerate", timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(finished.stdout.splitlines()) == ["0 3 0 1 0 true", "1 3 0 2 1 true", "2 3 1 2 1 true"]
+
+
 def test_launch_kills_what_does_not_end():
     code = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
     with pytest.raises(AssertionError, match="had not ended after 1 s") as failure:
         launch(["-c", code], nproc=1, timeout=1.0)
     message = str(failure.value)
     assert "Current thread" in message and 'File "<string>", line 1 in <module>' in message
-    pid = int(message.split("---\n")[1].splitlines()[0])
-    assert not os.path.exists(f"/proc/{pid}")
+    assert has_ended(int(message.split("---\n")[1].splitlines()[0]))
