@@ -1,0 +1,195 @@
+"""``LSHDPAccelerator``: accelerate's ``Accelerator`` on machines of different speed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch import nn
+
+from accelerate_lshdp import data
+from accelerate_lshdp.batch_tracker import BatchTracker
+from accelerate_lshdp.checkpointing import Checkpointing
+from accelerate_lshdp.collecting import Collecting
+from accelerate_lshdp.engine.agreement import raise_together
+from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.engine.placement import Placement
+from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.scaler import ShardedGradScaler
+from accelerate_lshdp.engine.shutdown import install_clean_exit
+from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.loader_context import AcceleratorLoaderContext
+from accelerate_lshdp.plan import Plan, Strategy
+from accelerate_lshdp.plugin import LSDPPlugin
+from accelerate_lshdp.preparing import Preparing
+from accelerate_lshdp.settings import prepare_environment, refuse_other_engines, resolve_plan
+from accelerate_lshdp.step_exchange import StepExchange
+from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
+from accelerate_lshdp.stepping import Stepping
+
+
+logger = get_logger(__name__)
+
+
+class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerator):
+    """An ``Accelerator`` whose ranks may have batches of different size and whose parameters stay on their node.
+
+    User code between ``prepare`` and the end of training is ordinary accelerate code.
+
+    Args:
+        plan: a plan or the path of one; None: from ``ACCELERATE_LSHDP_PLAN``, or equal batches if that is not set.
+        lsdp_plugin: options; what it leaves open comes from the plan, the environment (``LSDP_*``) or defaults.
+        batch_sizes: one batch size, or (micro-batch size, accumulation steps), a rank; instead of ``plan``.
+        trust_checkpoint: whether registered objects that JSON and tensors cannot hold are pickled into checkpoints,
+            and unpickled from them. Only load such checkpoints from people whom you would let run code.
+        *args, **kwargs: as for ``accelerate.Accelerator``; plugins of other engines are refused.
+
+    Raises:
+        RuntimeError: on all ranks, if plan, options or nodes are wrong on any of them or differ between them.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | str | os.PathLike[str] | None = None,
+        lsdp_plugin: LSDPPlugin | None = None,
+        batch_sizes: Sequence[Any] | None = None,
+        trust_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if prepare_environment():
+            kwargs.setdefault("cpu", True)
+        error: Exception | None = None
+        try:
+            refuse_other_engines(kwargs)
+            self.plan, self.lsdp_plugin = resolve_plan(plan, batch_sizes, lsdp_plugin or LSDPPlugin())
+            self._choose_precision(kwargs)
+        except (ValueError, OSError) as found:
+            error = found
+            kwargs = {name: kwargs[name] for name in ("cpu", "kwargs_handlers") if name in kwargs}
+        super().__init__(*args, **kwargs)
+        install_clean_exit()
+        self._raise_everywhere(error)
+        self.trust_checkpoint = trust_checkpoint
+        self._agree()
+        self._exchange = StepExchange(self.process_index, self.num_processes)
+        self._clock = WaitClock()
+        self._timer = StepTimer(self.device, self._clock)
+        self._tracker = BatchTracker()
+        self._loader_context = AcceleratorLoaderContext(self)
+        self._prepared: list[PreparedModel] = []
+        self._new_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._evaluation_depth = 0
+        self._window_tokens: float | None = None
+        options = self.lsdp_plugin
+        self._placement = Placement(
+            self.policies,
+            self.topology,
+            device=self.device,
+            clock=self._clock,
+            communication_dtype=options.communication_dtype,
+            units=options.units,
+            prefetch=options.prefetch,
+            bucket_bytes=int(options.bucket_megabytes * 1e6),
+        )
+        if self.scaler is not None and self.policies.is_sharded:
+            scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = ShardedGradScaler(self.device.type, **scaling)
+
+    def _choose_precision(self, kwargs: dict[str, Any]) -> None:
+        wanted = self.lsdp_plugin.mixed_precision
+        given = kwargs.get("mixed_precision")
+        if wanted is not None and given is not None and str(given) != wanted:
+            raise ValueError(f"mixed_precision={str(given)!r} contradicts LSDPPlugin(mixed_precision={wanted!r})")
+        if wanted is not None:
+            kwargs["mixed_precision"] = wanted
+
+    def _raise_everywhere(self, error: Exception | None) -> None:
+        if self.num_processes > 1:
+            raise_together(error)
+        elif error is not None:
+            raise error
+
+    def _agree(self) -> None:
+        """Checks that all ranks were told the same and that it fits the nodes (collective)."""
+        error: Exception | None = None
+        self.topology = Topology(0, (1,))
+        try:
+            self.topology = Topology.discover(self.process_index, self.num_processes)
+            self.policies: ShardingPolicies = self.lsdp_plugin.policies(
+                self.topology, device_type=self.device.type, mixed_precision=self.mixed_precision
+            )
+            self.plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
+        except (ValueError, RuntimeError) as found:
+            error = found
+        self._raise_everywhere(error)
+        options = self.lsdp_plugin
+        told = f"plan {self.plan.digest()} nodes {self.topology.node_sizes} units {options.units} weighting "
+        told += f"{options.loss_weighting} buckets {options.bucket_megabytes} precision {self.mixed_precision}"
+        self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
+        if self.policies.notice:
+            logger.warning(self.policies.notice)
+
+    def check_agreement(self, digest: str, what: str) -> None:
+        """Raises RuntimeError on all ranks if ``digest`` differs between them (collective); ``what`` names it."""
+        if self.num_processes == 1:
+            return
+        everyone: list[str | None] = [None] * self.num_processes
+        dist.all_gather_object(everyone, digest)
+        if len(set(everyone)) > 1:
+            found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone))
+            raise RuntimeError(
+                f"the ranks do not agree on {what}. {found}. Give every node the same files and options"
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.plan.strategy
+
+    @property
+    def step_statistics(self) -> StepStatistics | None:
+        """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
+        return self._timer.statistics()
+
+    # Evaluation
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Passes begun inside are evaluation passes, whatever mode the models are in."""
+        self._evaluation_depth += 1
+        try:
+            yield
+        finally:
+            self._evaluation_depth -= 1
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a pass that begins now is an evaluation pass: no prepared model with an optimizer is training."""
+        return self._evaluation_depth > 0 or not any(model.training for model in self._trained_models())
+
+    def _trained_models(self) -> list[nn.Module]:
+        """Prepared models that a prepared optimizer updates."""
+        updated = {
+            id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+        return [p.module for p in self._prepared if any(id(w) in updated for w in p.trainable_parameters())]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
+        """A loader for one pass that leaves out the first batches.
+
+        Args:
+            dataloader: a prepared loader.
+            num_batches: number of this rank's batches; None: up to the position that ``load_state`` restored.
+        """
+        return data.skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        self._prepared.clear()
+        self._new_parameters.clear()
+        return super().free_memory(*objects)

@@ -1,0 +1,84 @@
+"""Gradient clipping over parameters that live in different places.
+
+Torch's own ``clip_grad_norm_`` does not work on parameters of different meshes. The norm is taken over each rank's own
+shard, combined over the ranks that share a copy, and is then the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales gradients in place so that their joint norm is at most ``max_norm`` (collective over shard groups).
+
+    Args:
+        parameters: parameters with ``.grad``, plain tensors or DTensors; those without a gradient are passed over.
+        max_norm: the largest norm allowed.
+        norm_type: order of the norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        The norm before clipping, a scalar tensor, the same on all ranks. The scale is
+        ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = total_norm(gradients, norm_type)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for local in map(_local, gradients):
+        local.mul_(scale.to(local.device, local.dtype))
+    return total
+
+
+def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The joint norm of gradients (collective over the shard groups of those that are sharded); a scalar tensor."""
+    norm_type = float(norm_type)
+    by_mesh: dict[object, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        sharded = isinstance(gradient, DTensor) and any(isinstance(p, Shard) for p in gradient.placements)
+        by_mesh.setdefault(gradient.device_mesh if sharded else None, []).append(_local(gradient))
+    if not by_mesh:
+        return torch.tensor(0.0)
+    parts = []
+    for mesh, locals_ in by_mesh.items():
+        part = _power_sum(locals_, norm_type)
+        if mesh is not None and mesh.size() > 1:
+            part = _over_mesh(part, mesh, norm_type)
+        parts.append(part)
+    stacked = torch.stack([part.to(parts[0].device) for part in parts])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1 / norm_type)
+
+
+def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Sum of |x|^p over the tensors (their maximum for p = inf), in at least fp32."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors if t.numel()]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=tensors[0].device)
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tensor:
+    """Combines each rank's part over its shard group; host tensors travel through the mesh's device."""
+    staged = part.to(mesh.device_type)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    dist.all_reduce(staged, op=op, group=mesh.get_group())
+    return staged.to(part.device)
+
+
+@torch.no_grad()
+def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamps every gradient element to [-clip_value, clip_value] in place; needs no communication."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _local(parameter.grad).clamp_(-clip_value, clip_value)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,223 @@
+"""How gradients travel: one interface for the reduction between ranks, and FSDP2's two collectives for gloo.
+
+A new format or path (int8, PowerSGD, two-stage, shared memory) is one more class here and one more line in
+``REDUCTIONS``; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+
+class WaitClock:
+    """Adds up the seconds that this rank spends blocked in communication."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class PendingReduction(ABC):
+    """A reduction under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until the buffer holds the sum. On CUDA only the current stream is blocked."""
+
+
+class GradientReduction(ABC):
+    """Sums flat gradient buffers over a group of ranks, started during the backward and finished after it.
+
+    Contract: all ranks of the group start the same buffers in the same order; ``start`` returns at once; the buffer
+    must not be touched until ``wait`` has returned; then it holds bit-identical values on all ranks of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @abstractmethod
+    def start(self, buffer: torch.Tensor) -> PendingReduction:
+        """Starts summing ``buffer`` (1-D, floating point) in place."""
+
+
+class _PendingWork(PendingReduction):
+    def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:
+        self.work = work
+        self.after = after
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.after is not None:
+            self.after()
+
+
+class ExactReduction(GradientReduction):
+    """All-reduce in the buffer's own precision."""
+
+    def start(self, buffer: torch.Tensor) -> PendingReduction:
+        return _PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
+
+
+class Bf16Reduction(GradientReduction):
+    """All-reduce in bfloat16: half the bytes of fp32, sums rounded to 8 bits of mantissa."""
+
+    def start(self, buffer: torch.Tensor) -> PendingReduction:
+        compressed = buffer.to(torch.bfloat16)
+        work = dist.all_reduce(compressed, group=self.group, async_op=True)
+        return _PendingWork(work, after=lambda: buffer.copy_(compressed))
+
+
+#: ``communication.dtype`` of the plan -> how gradients travel between nodes.
+REDUCTIONS: dict[str, type[GradientReduction]] = {"fp32": ExactReduction, "bf16": Bf16Reduction}
+
+
+class OrderedReductions:
+    """Starts reductions in one fixed order on all ranks, whatever order the gradients become ready in.
+
+    Ranks may skip a part of the model (a branch not taken), so the order of readiness can differ between ranks; a
+    collective started in different orders would mix buffers up or hang.
+
+    Args:
+        reduction: sums one buffer.
+        clock: counts the time spent waiting.
+        count: number of buffers; they are started in the order of their indices.
+    """
+
+    def __init__(self, reduction: GradientReduction, clock: WaitClock, count: int) -> None:
+        self.reduction = reduction
+        self.clock = clock
+        self.count = count
+        self._ready: dict[int, torch.Tensor] = {}
+        self._pending: list[PendingReduction] = []
+        self._reduced: set[int] = set()
+        self._next = 0
+
+    def ready(self, index: int, buffer: torch.Tensor) -> None:
+        """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows."""
+        self._check_first_time(index)
+        self._ready[index] = buffer
+        self._start_in_order()
+
+    def now(self, index: int, buffer: torch.Tensor) -> None:
+        """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits)."""
+        self._check_first_time(index)
+        self._reduced.add(index)
+        with self.clock.waiting():
+            self.reduction.start(buffer).wait()
+        self._start_in_order()
+
+    def _check_first_time(self, index: int) -> None:
+        if index < self._next or index in self._ready or index in self._reduced:
+            raise RuntimeError(
+                f"gradient buffer {index} became ready twice in one backward. A unit that takes part in a backward "
+                "more than once (several forwards before one backward, reentrant checkpointing) is not supported: use "
+                "one accelerator.backward for each forward, and checkpointing with use_reentrant=False"
+            )
+
+    def _start_in_order(self) -> None:
+        while self._next in self._ready or self._next in self._reduced:
+            if self._next in self._ready:
+                self._pending.append(self.reduction.start(self._ready.pop(self._next)))
+            self._next += 1
+
+    def missing(self) -> list[int]:
+        """Buffers that this rank has not delivered."""
+        return [i for i in range(self._next, self.count) if i not in self._ready and i not in self._reduced]
+
+    def finish(self) -> None:
+        """Waits until every buffer holds its sum; every buffer must have been delivered."""
+        if self.missing():
+            raise RuntimeError(f"gradient buffers {self.missing()} were never delivered")
+        try:
+            with self.clock.waiting():
+                for pending in self._pending:
+                    pending.wait()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forgets what is under way, as after an error in the backward."""
+        self._ready.clear()
+        self._pending.clear()
+        self._reduced.clear()
+        self._next = 0
+
+
+class TimedAllGather(AllGather):
+    """The stock all-gather, with the time that it blocks counted."""
+
+    def __init__(self, clock: WaitClock) -> None:
+        self.clock = clock
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self.clock.waiting():
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class TimedReduceScatter(ReduceScatter):
+    """Reduce-scatter with the time that it blocks counted; on gloo an all-to-all and a local sum.
+
+    gloo implements reduce-scatter as an all-reduce and a slice, which sends twice the bytes: 2(N-1)/N * S instead of
+    (N-1)/N * S.
+
+    Args:
+        dtype: precision on the wire (None: that of the gradients); the sum is taken in the gradients' precision.
+    """
+
+    def __init__(self, clock: WaitClock, *, dtype: torch.dtype | None = None) -> None:
+        self.clock = clock
+        self.dtype = dtype
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"gradients are summed (their weights are in the loss), but FSDP2 asked for {op}")
+        if async_op:
+            raise ValueError("an asynchronous reduce-scatter is not supported; FSDP2 does not use one")
+        compress = self.dtype is not None and self.dtype != input_tensor.dtype
+        with self.clock.waiting():
+            if input_tensor.device.type != "cpu" and not compress:
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            sent = input_tensor.to(self.dtype) if compress else input_tensor
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=group)
+        parts = received.view(group.size(), -1)
+        torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        return None

@@ -1,0 +1,89 @@
+"""Puts a model where its strategy says: from policies to a prepared model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_lshdp.engine.collectives import REDUCTIONS, GradientReduction, WaitClock
+from accelerate_lshdp.engine.groups import ProcessGroups
+from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
+from accelerate_lshdp.engine.replication import ReplicatedModel
+from accelerate_lshdp.engine.sharding import ShardedModel
+from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.engine.units import choose_units
+
+
+_WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class Placement:
+    """Places models of one run.
+
+    Args:
+        policies: the resolved strategy.
+        topology: nodes and ranks.
+        device: where the forward runs.
+        clock: counts the time spent in communication.
+        communication_dtype: precision of gradients between nodes.
+        units: names of the units, None: chosen from the model.
+        prefetch: units gathered ahead on devices with streams.
+        bucket_bytes: size of the gradient buckets of ``ddp``.
+    """
+
+    def __init__(
+        self,
+        policies: ShardingPolicies,
+        topology: Topology,
+        *,
+        device: torch.device,
+        clock: WaitClock,
+        communication_dtype: str,
+        units: tuple[str, ...] | None,
+        prefetch: int,
+        bucket_bytes: int,
+    ) -> None:
+        self.policies = policies
+        self.topology = topology
+        self.device = device
+        self.clock = clock
+        self.communication_dtype = communication_dtype
+        self.units = units
+        self.prefetch = prefetch
+        self.bucket_bytes = bucket_bytes
+        self.groups = ProcessGroups()
+
+    def place(self, model: nn.Module) -> PreparedModel:
+        """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
+
+        Args:
+            model: for ``ddp`` on its device; else in host memory or on the device, changed in place.
+        """
+        if self.topology.world_size > 1:
+            broadcast_initial_state(model, self.device)
+        # One process on the CPU: its memory is host memory and holds everything, whatever the strategy.
+        alone = self.topology.world_size == 1 and self.device.type == "cpu"
+        if alone or not self.policies.is_sharded:
+            world = (tuple(range(self.topology.world_size)),)
+            return ReplicatedModel(model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes)
+        if not dist.is_initialized():
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return ShardedModel(
+            model,
+            choose_units(model, self.units),
+            self.policies,
+            shard_group=self.groups.of_partition(self.policies.shard_groups, self.topology.rank),
+            reduction=self._reduction(self.policies.replica_groups),
+            device=self.device,
+            clock=self.clock,
+            wire_dtype=_WIRE_DTYPES[self.communication_dtype] if self.policies.strategy.is_world_sharded else None,
+            prefetch=self.prefetch,
+        )
+
+    def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
+        if len(partition[0]) == 1:
+            return None
+        group = self.groups.of_partition(partition, self.topology.rank)
+        return REDUCTIONS[self.communication_dtype](group)

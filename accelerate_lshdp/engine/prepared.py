@@ -1,0 +1,136 @@
+"""What the accelerator sees of a model that is being trained: the same few calls for every strategy."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_lshdp.engine.collectives import WaitClock
+
+
+class PreparedModel(ABC):
+    """A model whose gradients are reduced over all ranks.
+
+    One backward goes ``begin_backward(synchronise)``, autograd, ``finish_backward()``. A backward with
+    ``synchronise=False`` only adds to what this rank (or its node) has; the next one with ``synchronise=True`` reduces
+    the sum of all of them. After ``finish_backward`` of a synchronised one, ``.grad`` is final on every rank.
+
+    Attributes:
+        module: the user's model.
+        loss_multiplier: what a loss has to be multiplied with beside its share of the global batch.
+        clock: seconds blocked in communication.
+        in_backward: whether a backward was begun and not finished.
+        bypassed: whether autograd produced gradients outside ``begin_backward`` and ``finish_backward``.
+        took_part: whether autograd produced gradients for this model since ``begin_backward``.
+        requires_synchronisation: False inside ``no_sync``.
+        synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
+            forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
+    """
+
+    module: nn.Module
+    loss_multiplier: float = 1.0
+
+    def __init__(self, module: nn.Module, clock: WaitClock) -> None:
+        self.module = module
+        self.clock = clock
+        self.in_backward = False
+        self.bypassed = False
+        self.took_part = False
+        self.requires_synchronisation = True
+        self.synchronise_next = True
+        self._used: set[int] = set()
+        module.register_forward_pre_hook(self._before_forward)
+        module._lshdp_prepared = weakref.ref(self)
+
+    @staticmethod
+    def of(module: nn.Module) -> PreparedModel | None:
+        """The prepared model around a user's module, None if it was not prepared for training."""
+        reference = getattr(module, "_lshdp_prepared", None)
+        return reference() if reference is not None else None
+
+    @abstractmethod
+    def begin_backward(self, synchronise: bool) -> None:
+        """Makes ready for autograd."""
+
+    @abstractmethod
+    def finish_backward(self) -> None:
+        """Completes what was begun."""
+
+    @abstractmethod
+    def cancel_backward(self) -> None:
+        """Undoes ``begin_backward``: the loss did not depend on this model."""
+
+    @abstractmethod
+    def abandon_backward(self) -> None:
+        """Forgets a backward that was begun and failed."""
+
+    @abstractmethod
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
+
+    def _before_forward(self, module: nn.Module, args: tuple) -> None:
+        self.synchronise_next = self.requires_synchronisation
+
+    def mark_used(self, index: int) -> None:
+        """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
+        if not self.in_backward:
+            self.bypassed = True
+        self.took_part = True
+        self._used.add(index)
+
+    def take_usage(self) -> torch.Tensor:
+        """Which trainable parameters got a gradient on this rank since the last call: 0/1, shape (parameters,)."""
+        usage = torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
+        if self._used:
+            usage[sorted(self._used)] = 1
+        self._used.clear()
+        return usage
+
+    def drop_unused(self, usage: torch.Tensor) -> None:
+        """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).
+
+        Args:
+            usage: number of ranks that used each trainable parameter, shape (parameters,).
+        """
+        for parameter, ranks in zip(self.trainable_parameters(), usage.tolist(), strict=True):
+            if ranks == 0:
+                parameter.grad = None
+
+
+def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
+    """Makes parameters and buffers of all ranks those of rank 0 (collective; FSDP2 itself never does).
+
+    Tensors elsewhere than on ``device`` (host memory of an offloaded model) travel through it, one at a time.
+
+    Raises:
+        ValueError: a parameter has no data yet (meta device).
+    """
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device; give the model weights before prepare()")
+        if tensor.device.type == device.type or device.type == "cpu":
+            dist.broadcast(tensor, src=0)
+        else:
+            staged = tensor.to(device)
+            dist.broadcast(staged, src=0)
+            tensor.copy_(staged)
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Makes buffers of all ranks those of rank 0 (collective), so that what is saved does not depend on the node."""
+    for _, buffer in model.named_buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, tied ones once, contiguous."""
+    for name, parameter in model.named_parameters():
+        if not parameter.data.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+        yield name, parameter.data
+    yield from model.named_buffers()

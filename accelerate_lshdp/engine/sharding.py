@@ -1,0 +1,303 @@
+"""Sharded parameters on FSDP2: every strategy but ``ddp``.
+
+``fully_shard`` shards each unit over a one-dimensional mesh: the world, or this node's ranks. Where nodes hold copies,
+the shard's gradient is summed between nodes by our own reduction, started from FSDP2's all-reduce hook while the
+backward goes on (on gloo FSDP2's built-in two-dimensional mesh blocks the backward at every unit).
+
+All collectives sum; the loss carries each rank's weight. So FSDP2 is told to divide by 1 and to use sums only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from accelerate_lshdp.engine.collectives import (
+    GradientReduction,
+    OrderedReductions,
+    TimedAllGather,
+    TimedReduceScatter,
+    WaitClock,
+)
+from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.prepared import PreparedModel
+
+
+@dataclass
+class _Unit:
+    """One FSDP2 parameter group that has trainable parameters."""
+
+    module: FSDPModule
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)  # elements of each parameter's padded shard, in buffer order
+    local: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (offset, this node's earlier gradients)
+
+
+class ShardedModel(PreparedModel):
+    """A model whose parameters are sharded by FSDP2.
+
+    Args:
+        module: the model in host memory or on its device, identical on all ranks; it is changed in place.
+        units: groups of modules that are gathered together (``choose_units``).
+        policies: the resolved strategy.
+        shard_group: the ranks that share one copy of the parameters.
+        reduction: sums a shard's gradient over the nodes; None if no other rank holds this shard.
+        device: where the forward runs.
+        clock: counts the time spent in communication.
+        wire_dtype: precision of gradients in the reduce-scatter; None: their own.
+        prefetch: number of units gathered ahead on devices with streams.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[nn.Module, ...]],
+        policies: ShardingPolicies,
+        *,
+        shard_group: dist.ProcessGroup,
+        reduction: GradientReduction | None,
+        device: torch.device,
+        clock: WaitClock,
+        wire_dtype: torch.dtype | None = None,
+        prefetch: int = 1,
+    ) -> None:
+        super().__init__(module, clock)
+        self.policies = policies
+        self.reduction = reduction
+        self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
+        self._shard(module, units, prefetch)
+        self._units = self._collect_units(module)
+        self._parameters = [p for unit in self._units for p in unit.parameters]
+        self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
+        self._configure(device, wire_dtype)
+        self._synchronise = False
+        self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    # Setting up
+
+    def _shard(self, module: nn.Module, units: Sequence[tuple[nn.Module, ...]], prefetch: int) -> None:
+        policies = self.policies
+        options = {"mesh": self.mesh, "mp_policy": policies.precision, "offload_policy": policies.offload}
+        for unit in units:
+            target = list(unit) if len(unit) > 1 else unit[0]
+            fully_shard(target, reshard_after_forward=policies.reshard_after_forward, **options)
+        if policies.output_dtype is not None:
+            root_precision = type(policies.precision)(
+                param_dtype=policies.precision.param_dtype,
+                reduce_dtype=policies.precision.reduce_dtype,
+                output_dtype=policies.output_dtype,
+            )
+            options["mp_policy"] = root_precision
+        # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
+        fully_shard(module, reshard_after_forward=False, **options)
+        heads = [unit[0] for unit in units]
+        if prefetch > 1:
+            for index, head in enumerate(heads):
+                head.set_modules_to_forward_prefetch(heads[index + 1 : index + 1 + prefetch])
+                head.set_modules_to_backward_prefetch(heads[max(0, index - prefetch) : index][::-1])
+
+    def _collect_units(self, module: nn.Module) -> list[_Unit]:
+        """Units with trainable parameters, in the order in which a backward usually reaches them; the root is last."""
+        heads, seen = [], set()
+        for candidate in module.modules():
+            if isinstance(candidate, FSDPModule) and id(candidate._get_fsdp_state()) not in seen:
+                seen.add(id(candidate._get_fsdp_state()))
+                heads.append(candidate)
+        root, *blocks = heads
+        units, index = [], 0
+        for head in [*reversed(blocks), root]:
+            unit = _Unit(head)
+            for group in head._get_fsdp_state()._fsdp_param_groups:
+                for fsdp_param in group.fsdp_params:
+                    if fsdp_param.sharded_param.requires_grad:
+                        unit.parameters.append(fsdp_param.sharded_param)
+                        unit.indices.append(index)
+                        unit.sizes.append(fsdp_param.padded_sharded_param_size.numel())
+                        index += 1
+            if unit.parameters:
+                units.append(unit)
+        return units
+
+    def _configure(self, device: torch.device, wire_dtype: torch.dtype | None) -> None:
+        for module in self.module.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self.mesh.size() > 1:
+                module.set_custom_all_gather(TimedAllGather(self.clock))
+                module.set_custom_reduce_scatter(TimedReduceScatter(self.clock, dtype=wire_dtype))
+        # A parameter that this rank did not use still takes part: other ranks send its gradient.
+        self.module.set_reduce_scatter_unused_params(True)
+        for number, unit in enumerate(self._units):
+            if self._reductions is not None:
+                stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
+                unit.module.set_all_reduce_hook(self._reduce_hook(number, unit), stream=stream)
+            for member in unit.module._get_fsdp_state()._modules:
+                member.register_forward_pre_hook(self._usage_hook(unit))
+
+    def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
+        """Watches the gathered parameters, which exist from the first forward on, for gradients."""
+        watched: set[int] = set()
+
+        def before_forward(module: nn.Module, args: tuple) -> None:
+            if len(watched) == len(unit.indices):
+                return
+            groups = unit.module._get_fsdp_state()._fsdp_param_groups
+            trainable = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+            for index, fsdp_param in zip(unit.indices, trainable, strict=True):
+                if index not in watched and hasattr(fsdp_param, "_unsharded_param"):
+                    watched.add(index)
+                    fsdp_param._unsharded_param.register_post_accumulate_grad_hook(
+                        lambda _, index=index: self.mark_used(index)
+                    )
+
+        return before_forward
+
+    # One backward
+
+    def begin_backward(self, synchronise: bool) -> None:
+        self.in_backward, self.took_part = True, False
+        self._synchronise = synchronise
+        if all(parameter.grad is None for parameter in self._parameters):
+            self._earlier.clear()  # zero_grad has dropped what these were to be added to
+        if self.policies.strategy.is_world_sharded:
+            # Unsynchronised gradients stay whole on each rank: anything less would have to travel between nodes.
+            self.module.set_requires_gradient_sync(synchronise)
+            if self.policies.gather_once_a_step:
+                self.module.set_reshard_after_backward(synchronise)
+        elif synchronise and self._holds_local:
+            self._set_aside_local()
+        elif not self._holds_local:
+            self._set_aside_final()
+
+    def _set_aside_local(self) -> None:
+        """Takes this node's own sums out of ``.grad``, to be added to each unit's buffer before it travels."""
+        for unit in self._units:
+            offset = 0
+            for parameter, size in zip(unit.parameters, unit.sizes, strict=True):
+                if parameter.grad is not None:
+                    unit.local.append((offset, parameter.grad.to_local()))
+                    parameter.grad = None
+                offset += size
+        self._holds_local = False
+
+    def _set_aside_final(self) -> None:
+        """Takes gradients of an earlier, synchronised backward out of ``.grad``: they must not be summed again."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _reduce_hook(self, number: int, unit: _Unit):  # noqa: ANN202 - a closure for FSDP2
+        gradient_dtype = unit.parameters[0].dtype
+
+        def reduce_between_nodes(buffer: torch.Tensor) -> None:
+            if not self._synchronise:
+                return
+            self._add_local(unit, buffer)
+            if buffer.device.type == "cpu" and buffer.dtype == gradient_dtype:
+                self._reductions.ready(number, buffer)
+            else:
+                # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
+                self._reductions.now(number, buffer)
+
+        return reduce_between_nodes
+
+    def _add_local(self, unit: _Unit, buffer: torch.Tensor) -> None:
+        for offset, gradient in unit.local:
+            buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
+        unit.local.clear()
+
+    def finish_backward(self) -> None:
+        self.in_backward = False
+        if self.policies.strategy.is_world_sharded:
+            return
+        if not self._synchronise:
+            self._holds_local = True
+            return
+        self._synchronise = False
+        if self._reductions is not None:
+            skipped = {number: self._stand_in(self._units[number]) for number in self._reductions.missing()}
+            for number, buffer in skipped.items():
+                self._reductions.ready(number, buffer)
+            self._reductions.finish()
+            for number, buffer in skipped.items():
+                self._take_gradients(self._units[number], buffer)
+        else:
+            for unit in self._units:
+                self._deliver_local(unit)
+        self._give_back_final()
+
+    def _give_back_final(self) -> None:
+        for parameter, gradient in self._earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._earlier.clear()
+
+    def _stand_in(self, unit: _Unit) -> torch.Tensor:
+        """This rank's part of the gradient of a unit that its forward did not run in this backward."""
+        dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
+        buffer = torch.zeros(sum(unit.sizes), dtype=dtype, device=self.mesh.device_type)
+        self._add_local(unit, buffer)
+        return buffer
+
+    def _take_gradients(self, unit: _Unit, buffer: torch.Tensor) -> None:
+        """Gives a unit's parameters their gradients from its reduced buffer, as FSDP2 does for units that ran."""
+        for parameter, piece in zip(unit.parameters, buffer.split(unit.sizes), strict=True):
+            local = parameter.to_local()
+            piece = piece[: local.numel()].view(local.shape)
+            parameter.grad = _like(parameter, piece.to(local.device, local.dtype))
+
+    def _deliver_local(self, unit: _Unit) -> None:
+        """One node alone: earlier micro-batches' gradients go back, as nothing was added to a buffer."""
+        offset = 0
+        local = dict(unit.local)
+        for parameter, size in zip(unit.parameters, unit.sizes, strict=True):
+            if offset in local:
+                earlier = _like(parameter, local[offset])
+                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+            offset += size
+        unit.local.clear()
+
+    def cancel_backward(self) -> None:
+        self.in_backward = False
+        if self._synchronise and any(unit.local for unit in self._units):
+            for unit in self._units:
+                self._deliver_local(unit)
+            self._holds_local = True
+        elif not self._holds_local:
+            self._give_back_final()
+        self._synchronise = False
+
+    def abandon_backward(self) -> None:
+        self.in_backward = self._synchronise = self._holds_local = False
+        self._earlier.clear()
+        for unit in self._units:
+            unit.local.clear()
+        if self._reductions is not None:
+            self._reductions.reset()
+        self.module.reset_iter_state()
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
+    """A DTensor with the parameter's layout around this rank's piece."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,123 @@
+"""Which rank runs on which node, and the groups that follow from it.
+
+A *node* is what one launcher process started: torchrun and ``accelerate launch`` tell every rank its node
+(``GROUP_RANK``) and how many ranks the node has (``LOCAL_WORLD_SIZE``). Nodes may have different numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch.distributed as dist
+
+
+#: The one explicit override, for tests and for launchers that set neither variable: ranks per node, as in ``1,2``.
+NODES_VARIABLE = "ACCELERATE_LSHDP_NODES"
+
+
+class TopologyError(RuntimeError):
+    """The launcher's description of nodes and ranks does not add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The place of this rank among all ranks.
+
+    Args:
+        rank: this process's rank in the world.
+        node_sizes: number of ranks on each node; ranks are numbered node by node.
+    """
+
+    rank: int
+    node_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.node_sizes or min(self.node_sizes) < 1:
+            raise TopologyError(f"every node needs at least one rank, found ranks per node {list(self.node_sizes)}")
+        if not 0 <= self.rank < self.world_size:
+            raise TopologyError(f"rank {self.rank} is outside a world of {self.world_size} ranks")
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.node_sizes)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.node_sizes)
+
+    @property
+    def node_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node."""
+        ends = list(accumulate(self.node_sizes))
+        return tuple(tuple(range(end - size, end)) for end, size in zip(ends, self.node_sizes, strict=True))
+
+    @property
+    def node(self) -> int:
+        return next(index for index, ranks in enumerate(self.node_groups) if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        return self.node_groups[self.node].index(self.rank)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether nodes have different numbers of ranks."""
+        return len(set(self.node_sizes)) > 1
+
+    @classmethod
+    def discover(cls, rank: int, world_size: int, environ: Mapping[str, str] = os.environ) -> Topology:
+        """Agrees on the topology with all ranks (collective, if a process group exists).
+
+        Args:
+            rank: this process's rank.
+            world_size: number of processes.
+            environ: where the launcher's variables are read from.
+
+        Raises:
+            TopologyError: if what the ranks were told does not describe whole nodes of contiguous ranks.
+        """
+        override = environ.get(NODES_VARIABLE)
+        if override is not None:
+            sizes = _parse_sizes(override)
+            if sum(sizes) != world_size:
+                raise TopologyError(
+                    f"{NODES_VARIABLE}={override!r} describes {sum(sizes)} ranks, but {world_size} were launched; "
+                    "correct it or leave it unset"
+                )
+            return cls(rank, sizes)
+        if world_size == 1:
+            return cls(rank, (1,))
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+        told = (int(environ.get("GROUP_RANK", rank // local_size)), int(environ.get("LOCAL_RANK", -1)), local_size)
+        everyone = [told] * world_size
+        dist.all_gather_object(everyone, told)
+        return cls(rank, _node_sizes(everyone))
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TopologyError(f"{NODES_VARIABLE}={text!r} should be ranks per node, such as 1,2") from None
+
+
+def _node_sizes(told: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """Ranks per node from each rank's (node, local rank, ranks on the node); checks that they agree."""
+    sizes: list[int] = []
+    rank = 0
+    while rank < len(told):
+        node, _, size = told[rank]
+        members = told[rank : rank + size]
+        if len(members) < size or any(member[0] != node or member[2] != size for member in members):
+            raise TopologyError(
+                "the launcher's variables do not describe whole nodes of consecutive ranks: "
+                f"(GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE) of ranks 0..{len(told) - 1} are {list(told)}. "
+                f"Start one launcher a node, each with its own machine rank, "
+                f"or set {NODES_VARIABLE} to the number of ranks per node"
+            )
+        sizes.append(size)
+        rank += size
+    return tuple(sizes)

@@ -1,0 +1,63 @@
+"""What prepared loaders ask of the accelerator and tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.plan import RankBatch
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.accelerator import LSHDPAccelerator
+
+
+class AcceleratorLoaderContext:
+    """``LoaderContext`` of an accelerator (see ``accelerate_lshdp.data_places``)."""
+
+    def __init__(self, accelerator: LSHDPAccelerator) -> None:
+        self._accelerator = accelerator
+        self.rank = accelerator.process_index
+        self.world_size = accelerator.num_processes
+        self.token_counter: Callable[[Any], int] | None = None
+        self.seed = 0
+
+    def agree_on_seed(self) -> None:
+        """Takes rank 0's seed (collective), so that all ranks and all world sizes shuffle alike."""
+        seed = torch.tensor([torch.initial_seed() % 2**63], dtype=torch.int64, device=self._accelerator.device)
+        if self.world_size > 1:
+            dist.broadcast(seed, src=0)
+        self.seed = int(seed.item())
+
+    @property
+    def rank_batches(self) -> tuple[RankBatch, ...] | None:
+        batch = self._accelerator.plan.batch
+        return None if batch is None else batch.ranks
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._accelerator.gradient_accumulation_steps
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self._accelerator.gradient_state.sync_with_dataloader
+
+    def is_evaluation_pass(self) -> bool:
+        return self._accelerator.is_evaluating
+
+    def check_agreement(self, digest: str, what: str) -> None:
+        self._accelerator.check_agreement(digest, what)
+
+    def begin_pass(self, loader: Any) -> None:
+        self._accelerator._tracker.begin_pass(loader, loader.is_evaluating)
+        self._accelerator._timer.interrupt()
+
+    def end_pass(self, loader: Any) -> None:
+        self._accelerator._tracker.end_pass(loader)
+
+    def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
+        self._accelerator._tracker.batch_yielded(loader, place)

@@ -1,0 +1,162 @@
+"""The user's options, beside accelerate's FSDP and DeepSpeed plugins: keywords, environment, or the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
+from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.plan import Plan, Strategy
+from accelerate_lshdp.weighting import LossWeighting
+
+
+class BatchNormMode(str, Enum):
+    """What to do with batch normalisation when batches are unequal."""
+
+    ERROR = "error"
+    LOCAL = "local"
+    SYNC = "sync"
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"found {text!r}, expected true or false")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _option(parse: Callable[[str], Any], default: Any) -> Any:
+    """A field that is None until it is given; ``default`` applies where keyword, plan and environment are silent."""
+    return field(default=None, metadata={"parse": parse, "default": default})
+
+
+@dataclass
+class LSDPPlugin:
+    """Options of locally sharded heterogeneous data parallelism.
+
+    An option left at None is looked up in the plan, then in the environment (``LSDP_`` and its name in capitals,
+    for example ``LSDP_STRATEGY=fsdp``), then takes its default.
+
+    Args:
+        strategy: where parameters live: ``ddp``, ``zero2``, ``fsdp``, ``fsdp_offload``, ``group_sharding`` or ``lsdp``
+            (default).
+        mixed_precision: ``no``, ``bf16`` (gradients are still reduced in fp32) or ``fp16`` (CUDA). Default: the
+            accelerator's.
+        units: class names or module names of the modules that are gathered and reduced together. Default: the model's
+            ``_no_split_modules``, else the entries of its ``ModuleList`` and ``Sequential``.
+        reshard_after_forward: whether a unit drops its gathered parameters after the forward. Default: all strategies
+            but ``zero2`` do.
+        prefetch: number of units gathered ahead of the computation, on devices with streams. Default 1.
+        pin_memory: whether host memory of offloaded parameters is pinned. Default: on devices other than the CPU.
+        communication_dtype: ``fp32`` (exact; default) or ``bf16``, the precision of gradients between nodes.
+        bucket_megabytes: size of the gradient buckets of ``ddp``. Default 25.
+        loss_weighting: ``sample`` (losses are means over samples; default), ``tokens`` (over tokens) or ``none``.
+        token_counter: counts the loss tokens of a batch, for ``tokens``. Default: labels other than -100 after the
+            model's shift.
+        batch_norm: ``error`` (default), ``local`` (each rank normalises over its own batch) or ``sync`` (CUDA, without
+            accumulation): what to do with batch normalisation under unequal batches.
+
+    Raises:
+        ValueError: an impossible value, naming the option and where it came from.
+    """
+
+    strategy: Strategy | str | None = _option(str, Strategy.LSDP)
+    mixed_precision: str | None = _option(str, None)
+    units: tuple[str, ...] | None = _option(_names, None)
+    reshard_after_forward: bool | None = _option(_flag, None)
+    prefetch: int | None = _option(int, 1)
+    pin_memory: bool | None = _option(_flag, None)
+    communication_dtype: str | None = _option(str, "fp32")
+    bucket_megabytes: float | None = _option(float, 25.0)
+    loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.SAMPLE)
+    token_counter: Callable[[Any], int] | None = None
+    batch_norm: BatchNormMode | str | None = _option(str, BatchNormMode.ERROR)
+
+    def __post_init__(self) -> None:
+        self._check("a keyword of LSDPPlugin")
+
+    def resolve(self, plan: Plan | None = None) -> LSDPPlugin:
+        """A copy with every option filled in: keyword, then plan, then environment, then default.
+
+        Raises:
+            ValueError: a keyword contradicts the plan, or the environment holds an impossible value.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if plan is not None:
+            planned = {"strategy": plan.strategy, "communication_dtype": plan.communication.dtype}
+            for name, value in planned.items():
+                if values[name] is not None and str(values[name]) != str(value):
+                    raise ValueError(
+                        f"{name}={str(values[name])!r} was given as a keyword, but the plan says {str(value)!r}; give "
+                        "only one of them, or make them agree"
+                    )
+                values[name] = value
+        for option in fields(self):
+            if values[option.name] is None and option.metadata:
+                values[option.name] = self._from_environment(option)
+        resolved = LSDPPlugin(**values)
+        resolved._check("the environment")
+        return resolved
+
+    @staticmethod
+    def _from_environment(option: Any) -> Any:
+        variable = f"LSDP_{option.name.upper()}"
+        text = os.environ.get(variable)
+        if text is None or not text.strip():
+            return option.metadata["default"]
+        try:
+            return option.metadata["parse"](text)
+        except ValueError as error:
+            raise ValueError(f"{variable}: {error}") from None
+
+    def _check(self, origin: str) -> None:
+        choices = {
+            "strategy": Strategy,
+            "loss_weighting": LossWeighting,
+            "batch_norm": BatchNormMode,
+            "mixed_precision": ("no", "bf16", "fp16"),
+            "communication_dtype": ("fp32", "bf16"),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            known = [member.value for member in allowed] if isinstance(allowed, type) else list(allowed)
+            if value is None:
+                continue
+            text = value.value if isinstance(value, Enum) else value
+            if text not in known:
+                raise ValueError(f"{name}={value!r} from {origin} is not known; use one of {', '.join(known)}")
+            setattr(self, name, allowed(text) if isinstance(allowed, type) else text)
+        if isinstance(self.units, str):
+            self.units = _names(self.units)
+        if self.prefetch is not None and self.prefetch < 1:
+            raise ValueError(f"prefetch={self.prefetch} from {origin} should be 1 or more units")
+        if self.bucket_megabytes is not None and not self.bucket_megabytes > 0:
+            raise ValueError(f"bucket_megabytes={self.bucket_megabytes} from {origin} should be positive")
+
+    def policies(self, topology: Topology, *, device_type: str, mixed_precision: str = "no") -> ShardingPolicies:
+        """What FSDP2 will be told on a topology and a kind of device; needs neither.
+
+        Args:
+            topology: nodes and ranks, for example ``Topology(rank=0, node_sizes=(2, 2))``.
+            device_type: ``"cpu"`` or ``"cuda"``.
+            mixed_precision: the accelerator's, used where the plugin has none.
+        """
+        resolved = self.resolve()
+        return resolve_policies(
+            Strategy(resolved.strategy),
+            topology,
+            device_type=device_type,
+            mixed_precision=resolved.mixed_precision or mixed_precision,
+            reshard_after_forward=resolved.reshard_after_forward,
+            pin_memory=resolved.pin_memory,
+        )

@@ -1,0 +1,152 @@
+"""What ``prepare`` does with models, optimizers and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+
+from accelerate_lshdp import data
+from accelerate_lshdp.plugin import BatchNormMode
+from accelerate_lshdp.weighting import LossWeighting, label_token_counter
+
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    _Base = Accelerator
+else:
+    _Base = object
+
+logger = get_logger(__name__)
+
+
+class Preparing(_Base):
+    """The part of ``LSHDPAccelerator`` that prepares objects."""
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        result = super().prepare(*args, device_placement=device_placement)
+        self._warn_of_schedule(args)
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation_mode or not trains or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        model = self._settle_batch_norm(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        if self.policies.is_sharded:
+            if not self.policies.strategy.is_offloaded:
+                model = model.to(self.device)
+            self._models.append(model)
+            model._is_accelerate_prepared = True
+        else:
+            model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared = self._placement.place(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before.items():
+            if name in after and after[name] is not parameter:
+                self._new_parameters[id(parameter)] = (parameter, after[name])
+        self._prepared.append(prepared)
+        for optimizer in self._optimizers:
+            self._follow_parameters(optimizer.optimizer)
+        model.register_forward_pre_hook(self._on_forward)
+        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
+            self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
+        return model
+
+    def _on_forward(self, model: nn.Module, args: tuple) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._timer.forward_begins()
+
+    def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
+        batches = self.plan.batch.ranks if self.plan.batch is not None else ()
+        unequal = len({rank.micro_batch_size for rank in batches}) > 1 or self.plan.has_accumulation
+        norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        mode = self.lsdp_plugin.batch_norm
+        if not norms or not unequal or self.num_processes == 1:
+            return model
+        if mode is BatchNormMode.LOCAL:
+            logger.warning(f"{len(norms)} batch norms normalise over each rank's own, unequal micro-batch")
+            return model
+        if mode is BatchNormMode.SYNC and self.device.type == "cuda" and not self.plan.has_accumulation:
+            return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        raise ValueError(
+            f"the model has batch normalisation ({norms[0]} and {len(norms) - 1} more); its statistics depend on how "
+            "the batch is divided, so unequal batches do not give the gradient of the global batch. Replace it (by "
+            "group or layer normalisation), or accept statistics of each rank's own micro-batch with "
+            "LSDPPlugin(batch_norm='local'); 'sync' works on CUDA without accumulation"
+        )
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self._follow_parameters(optimizer)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(lambda *_: self._timer.step_ends())
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the optimizer the sharded parameters in place of those they were made from."""
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                replaced = self._new_parameters.get(id(parameter))
+                if replaced is None or replaced[0] is not parameter:
+                    continue
+                if optimizer.state.get(parameter):
+                    raise ValueError(
+                        "the optimizer has already stepped (it holds state for unsharded parameters); call prepare() "
+                        "before the first step, and load_state() after it to continue a run"
+                    )
+                group["params"][index] = replaced[1]
+
+    def _before_step(self, *_: Any) -> None:
+        for prepared in self._prepared:
+            if prepared.bypassed:
+                raise RuntimeError(
+                    "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
+                    "call accelerator.backward(loss) instead"
+                )
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            if data_loader not in self._dataloaders:
+                self._dataloaders.append(data_loader)
+            return data_loader
+        self._loader_context.agree_on_seed()
+        prepared = data.prepare_loader(
+            data_loader,
+            self._loader_context,
+            device=self.device,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
+            dispatch_batches=self.dispatch_batches,
+            rng_types=list(self.rng_types),
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def _warn_of_schedule(self, prepared: Sequence[Any]) -> None:
+        """accelerate steps a scheduler once a rank; that fits schedules made from the loader's own batch size only."""
+        if self.plan.batch is None or self.num_processes == 1 or not self._schedulers or self.split_batches:
+            return
+        for loader in prepared:
+            size = getattr(loader, "batch_size", None)
+            if isinstance(loader, torch.utils.data.DataLoader) and size:
+                if size * self.num_processes != self.plan.total_batch_size:
+                    logger.warning_once(
+                        f"the loader's batch_size {size} x {self.num_processes} ranks is not the plan's global batch "
+                        f"of {self.plan.total_batch_size}. The scheduler is stepped {self.num_processes} times an "
+                        f"optimizer step, so its length should be {self.num_processes} x the number of optimizer steps"
+                    )

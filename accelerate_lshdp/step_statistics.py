@@ -1,0 +1,121 @@
+"""How long the last steps took, and how long each rank computed and waited."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from accelerate_lshdp.engine.collectives import WaitClock
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatistics:
+    """Medians over the last optimizer steps.
+
+    Attributes:
+        seconds: wall seconds of a step on this rank, from one optimizer step to the next.
+        compute_seconds: seconds of forward and backward without communication, one entry a rank.
+        wait_seconds: seconds blocked in communication, one entry a rank.
+        idle_fraction: ``1 - mean(compute_seconds) / max(compute_seconds)``.
+        samples_per_second: samples of all ranks over ``seconds``.
+        steps: number of steps the medians are over.
+    """
+
+    seconds: float
+    compute_seconds: tuple[float, ...]
+    wait_seconds: tuple[float, ...]
+    idle_fraction: float
+    samples_per_second: float
+    steps: int
+
+
+@dataclass(slots=True)
+class _Step:
+    seconds: float
+    compute: tuple[float, ...]
+    wait: tuple[float, ...]
+    samples: int
+
+
+class StepTimer:
+    """Measures steps: the accelerator tells it when forwards, backwards and optimizer steps begin and end.
+
+    Where the host runs ahead of the device, the device is waited for at the end of a backward, before the clock is
+    read: once a micro-batch.
+
+    Args:
+        device: where the forward runs.
+        clock: seconds blocked in communication.
+        history: number of steps kept.
+    """
+
+    def __init__(self, device: torch.device, clock: WaitClock, history: int = 50) -> None:
+        self.device = device
+        self.clock = clock
+        self.samples = 0
+        self._steps: deque[_Step] = deque(maxlen=history)
+        self._begun: float | None = None
+        self._forward: float | None = None
+        self._compute = 0.0
+        self._waited = 0.0
+        self._everyone: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+    def forward_begins(self) -> None:
+        """A training forward begins; everything until the end of its backward counts as computing or waiting."""
+        if self._forward is None:
+            self._forward = time.perf_counter()
+            self.clock.take()
+        if self._begun is None:
+            self._begun = self._forward
+
+    def backward_ends(self) -> tuple[float, float]:
+        """Seconds computed and waited since the last optimizer step, this backward included."""
+        if self._forward is not None:
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).synchronize(self.device)
+            waited = self.clock.take()
+            self._compute += max(0.0, time.perf_counter() - self._forward - waited)
+            self._waited += waited
+            self._forward = None
+        return self._compute, self._waited
+
+    def everyone_took(self, compute: Sequence[float], wait: Sequence[float]) -> None:
+        """What all ranks reported for this step."""
+        self._everyone = tuple(compute), tuple(wait)
+
+    def step_ends(self) -> None:
+        """The optimizer has stepped."""
+        now = time.perf_counter()
+        if self._begun is not None and self._everyone is not None:
+            self._steps.append(_Step(now - self._begun, *self._everyone, self.samples))
+        self._begun = now
+        self._compute = self._waited = 0.0
+        self._everyone = None
+        self.samples = 0
+
+    def interrupt(self) -> None:
+        """Something else than training follows (an evaluation pass): the next step begins with its first forward."""
+        self._begun = None
+
+    def statistics(self, last: int | None = None) -> StepStatistics | None:
+        """Medians over the ``last`` steps kept (all by default); None before the first step."""
+        steps = list(self._steps)[-last:] if last else list(self._steps)
+        if not steps:
+            return None
+        seconds = median(step.seconds for step in steps)
+        compute = tuple(median(values) for values in zip(*(step.compute for step in steps), strict=True))
+        wait = tuple(median(values) for values in zip(*(step.wait for step in steps), strict=True))
+        slowest = max(compute)
+        return StepStatistics(
+            seconds=seconds,
+            compute_seconds=compute,
+            wait_seconds=wait,
+            idle_fraction=1 - sum(compute) / len(compute) / slowest if slowest > 0 else 0.0,
+            samples_per_second=median(step.samples for step in steps) / seconds,
+            steps=len(steps),
+        )
