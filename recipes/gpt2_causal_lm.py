@@ -36,7 +36,7 @@ from transformers import (
     get_scheduler,
 )
 
-from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator
 
 
 # No dropout anywhere: then two runs with different plans draw the same loss curve, and can be laid over each other.
@@ -204,7 +204,7 @@ def training_function(args: argparse.Namespace) -> None:
     # Initialize the accelerator. It reads the plan, and does the rest of what accelerate's Accelerator does. Weighting
     # by tokens makes the gradient that of the mean over all tokens of the global batch, however the ranks share it.
     accelerator = LSHDPAccelerator(
-        plan=args.plan and Plan.load(args.plan),
+        plan=args.plan,
         lsdp_plugin=LSDPPlugin(loss_weighting="tokens"),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,

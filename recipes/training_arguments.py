@@ -50,7 +50,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max_train_steps", type=positive_int, help="Total optimizer steps; overrides --num_train_epochs."
     )
-    group.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
+    group.add_argument(
+        "--mixed_precision", choices=["no", "fp16", "bf16"], help="Default: what the accelerate configuration says."
+    )
     group.add_argument("--num_workers", type=int, default=0, help="Processes that load data, a rank.")
     group.add_argument("--seed", type=int, default=42)
 

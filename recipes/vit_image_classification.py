@@ -37,7 +37,7 @@ from transformers import (
     get_scheduler,
 )
 
-from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp import LSHDPAccelerator
 
 
 logger = get_logger(__name__)
@@ -171,7 +171,7 @@ def evaluate_model(accelerator: LSHDPAccelerator, model, dataloader: DataLoader,
 def training_function(args: argparse.Namespace) -> None:
     # Initialize the accelerator. It reads the plan, and does the rest of what accelerate's Accelerator does.
     accelerator = LSHDPAccelerator(
-        plan=args.plan and Plan.load(args.plan),
+        plan=args.plan,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
         log_with=None if args.report_to == "none" else args.report_to,
