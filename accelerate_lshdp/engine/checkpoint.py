@@ -1,0 +1,244 @@
+"""Saving and loading a run: one format for all strategies, complete on every node, never half-written.
+
+The format is described in `checkpoint_contents` (files), `checkpoint_documents` (values) and `checkpoint_files` (the
+folder and its manifest). No pickle is read or written without `trust_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from accelerate_lshdp.engine import checkpoint_rng
+from accelerate_lshdp.engine.checkpoint_contents import Contents, TrainingObjects, collect
+from accelerate_lshdp.engine.checkpoint_exchange import (
+    Attempt,
+    NodeLayout,
+    all_objects,
+    failing_together,
+    object_from,
+    together,
+)
+from accelerate_lshdp.engine.checkpoint_files import (
+    MANIFEST,
+    Manifest,
+    check_replaceable,
+    commit,
+    newest_generation,
+    partial_folder,
+    remove_leftovers,
+    write_file,
+)
+from accelerate_lshdp.engine.checkpoint_model import stream_full_state
+from accelerate_lshdp.engine.checkpoint_restore import SavedTraining
+from accelerate_lshdp.engine.checkpoint_stream import WrittenFile, save_model_file, stream_to_file
+from accelerate_lshdp.engine.checkpoint_transfer import bring_to_all_nodes, elect_writer, find_newest, warn_of
+
+
+__all__ = [
+    "LoadedCheckpoint",
+    "NodeLayout",
+    "TrainingObjects",
+    "load_checkpoint",
+    "newest_checkpoint",
+    "save_checkpoint",
+    "save_model_file",
+    "stream_full_state",
+]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a checkpoint says beside the objects that were restored in place.
+
+    Attributes:
+        path: where this node has it.
+        loaders: position of each data loader, as it was given.
+        extra: as it was given on rank 0.
+        extra_tensors: this rank's, on the CPU; empty unless `same_plan`.
+        step: optimizer steps done.
+        samples_seen: samples of the global batches of these steps.
+        seed: of the run that saved.
+        world_size: ranks of the run that saved.
+        same_plan: whether it was saved under the same plan on as many ranks.
+        rng_restored: whether every generator of this rank goes on where it stopped; otherwise they have been seeded
+            from (seed, rank, samples seen).
+    """
+
+    path: str
+    loaders: list[dict]
+    extra: dict
+    extra_tensors: dict[str, torch.Tensor]
+    step: int
+    samples_seen: int
+    seed: int
+    world_size: int
+    same_plan: bool
+    rng_restored: bool
+
+
+def save_checkpoint(
+    directory: str | os.PathLike,
+    objects: TrainingObjects,
+    layout: NodeLayout,
+    *,
+    plan_digest: str,
+    step: int,
+    samples_seen: int,
+    seed: int,
+    trust_checkpoint: bool = False,
+) -> None:
+    """Writes a complete checkpoint on every node (collective).
+
+    A tensor that is sharded over several nodes is gathered one at a time; no rank holds more than one full tensor.
+    `directory` is replaced as a whole once the new checkpoint is complete on all nodes; before that, it is untouched.
+
+    Args:
+        directory: the checkpoint's final name; the same or another path on each node.
+        objects: what to save.
+        layout: the place of this rank.
+        plan_digest: identifies the plan; decides what may be restored rank by rank.
+        step: optimizer steps done.
+        samples_seen: samples of the global batches of these steps.
+        seed: of the run.
+        trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
+
+    Raises:
+        RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
+            as it was before on every node, unless the message says that renaming failed.
+    """
+    final = Path(os.path.realpath(directory))
+    contents = collect(objects, layout, trust_checkpoint)
+    elected = elect_writer(final, layout)
+    attempt = Attempt()
+    with ExitStack() as stack:
+        generation = 0
+        if elected:
+            attempt(lambda: check_replaceable(final))
+            attempt(lambda: remove_leftovers(final.parent))
+            generation = attempt(lambda: newest_generation(final.parent)) or 0
+        generation = max(all_objects(generation)) + 1
+        save_id = object_from(0, uuid.uuid4().hex)
+        folder = None
+        if elected:
+            folder = attempt(lambda: stack.enter_context(partial_folder(final, save_id)))
+        together(f"preparing to write checkpoint {final}", attempt.error)
+        files = _write(contents, folder, layout, attempt)
+        manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
+        if elected:
+            attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
+        together(f"writing checkpoint {final}", attempt.error)
+        with failing_together(f"renaming checkpoint {final} to its final name"):
+            if elected:
+                commit(folder, final, save_id)
+    _warn_of_drift(all_objects(files if elected else None), final, layout)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike,
+    objects: TrainingObjects,
+    layout: NodeLayout,
+    *,
+    plan_digest: str,
+    trust_checkpoint: bool = False,
+) -> LoadedCheckpoint:
+    """Restores a run from the newest checkpoint that is complete on some node (collective).
+
+    Nodes that lack it get it first. Then every rank reads its own part of each tensor from its node's files, whatever
+    strategy and number of ranks it was saved under. Nothing is changed unless everything fits on all ranks.
+
+    Args:
+        directory: a checkpoint, or a folder of checkpoints.
+        objects: restored in place; loaders and extra are returned.
+        layout: the place of this rank.
+        plan_digest: of the plan of this run.
+        trust_checkpoint: allows reading pickles. A pickle can run any code.
+
+    Raises:
+        RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
+    """
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout)
+    if newest is None:
+        found = "\n".join(problems) if problems else "no node has any"
+        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
+    warn_of(problems, newest, layout)
+    path = bring_to_all_nodes(newest, root, layout)
+    with failing_together(f"loading checkpoint {path}"):
+        manifest = Manifest.read(path)
+        same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
+        saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
+    with failing_together(f"restoring checkpoint {path}"):
+        saved.apply()
+        random_state = saved.random_state(layout.rank) if same_plan else None
+        fits = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
+    rng_restored = all(all_objects(fits))  # on all ranks or on none
+    if rng_restored:
+        checkpoint_rng.restore(random_state, layout.device)
+    else:
+        checkpoint_rng.derive(manifest.seed, layout.rank, manifest.samples_seen)
+    return LoadedCheckpoint(
+        path=str(path),
+        loaders=saved.loaders,
+        extra=saved.extra,
+        extra_tensors=saved.extra_tensors,
+        step=manifest.step,
+        samples_seen=manifest.samples_seen,
+        seed=manifest.seed,
+        world_size=manifest.world_size,
+        same_plan=same_plan,
+        rng_restored=rng_restored,
+    )
+
+
+def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:
+    """Where this node has, or after `load_checkpoint` will have, the newest complete checkpoint (collective).
+
+    Args:
+        directory: a checkpoint, or a folder of checkpoints.
+        layout: the place of this rank.
+
+    Returns:
+        None if no node has a complete one.
+    """
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout)
+    if newest is None:
+        return None
+    warn_of(problems, newest, layout)
+    return str(newest.final_path(root, layout))
+
+
+def _write(contents: Contents, folder: Path | None, layout: NodeLayout, attempt: Attempt) -> dict[str, WrittenFile]:
+    """Streams all files into `folder`, if this rank has one; failures are kept in `attempt` (collective)."""
+    files: dict[str, WrittenFile] = {}
+    for name, sources in contents.tensors.items():
+        writes = folder is not None and attempt.error is None
+        written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
+        attempt.error = attempt.error or error
+        if written is not None:
+            files[name] = written
+    if folder is not None:
+        for name, data in contents.files.items():
+            written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+            if written is not None:
+                files[name] = written
+    return files
+
+
+def _warn_of_drift(files: list[dict[str, WrittenFile] | None], final: Path, layout: NodeLayout) -> None:
+    """Says on rank 0 if nodes wrote different values of what should be replicas."""
+    copies = [written for written in files if written is not None]
+    drifted = [name for name in copies[0] if any(copy[name] != copies[0][name] for copy in copies)]
+    if drifted and layout.rank == 0:
+        warnings.warn(
+            f"nodes wrote different contents of {', '.join(drifted)} in {final}: their replicas have drifted apart. "
+            "Each node keeps its own; check that parameters were broadcast and that every step reduces all gradients",
+            stacklevel=3,
+        )
