@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from accelerate_lshdp.data_tokens import with_window_tokens
 
 
 logger = get_logger(__name__)
+
+TRAINING, EVALUATION = "training", "evaluation"
 
 
 class HeterogeneousDataLoader(DataLoaderShard):
@@ -58,7 +61,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._seed = seed
         self._progress = LoaderProgress()
         self._skip_to: StartPoint | int | None = None
-        self._pass: str | None = None
+        self._passes: list[str] = []
 
     # Position
 
@@ -79,7 +82,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
     @property
     def is_evaluating(self) -> bool:
         """Whether the pass in progress is an evaluation pass."""
-        return self._pass == "evaluation"
+        return self._passes[-1:] == [EVALUATION]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. A restored position in another epoch is given up, with a warning."""
@@ -129,7 +132,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """A loader over the same data whose passes skip that many of this rank's batches; see `skip_first_batches`."""
         view = object.__new__(HeterogeneousDataLoader)
         view.__dict__.update(self.__dict__)
-        view._pass = None
+        view._passes = []
         if num_batches is None:
             self._require_restored()
             view._skip_to = self._progress.start_point
@@ -168,7 +171,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return samples // cut.total if self._drop_last else -(-samples // cut.total)
 
     def _in_evaluation(self) -> bool:
-        return self._context.is_evaluation_pass() if self._pass is None else self.is_evaluating
+        return self.is_evaluating if self._passes else self._context.is_evaluation_pass()
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
@@ -214,35 +217,48 @@ class HeterogeneousDataLoader(DataLoaderShard):
             return self._evaluation_pass()
         return self._training_pass()
 
-    def _open(self, kind: str, epoch: int) -> None:
-        self._pass = kind
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, None)
-        self._source.set_epoch(epoch)
-        # The DataLoader draws the seed of its workers from this, not from the global generator.
-        start = self._progress.samples if kind == "training" else 0
-        self._generator.manual_seed(self._source.worker_seed(kind, self._seed, epoch, start))
-        if kind == "training":
-            # Nothing is repeated to fill a global batch; what a rank repeats is told by its place.
-            self.reset()
-            self.remainder = 0
-            self.gradient_state._add_dataloader(self)
-        else:
-            self.begin()
+    @contextmanager
+    def _reading(self, kind: str, epoch: int) -> Iterator[None]:
+        """Everything that is true during a pass only, also when the script leaves the loop early."""
+        around = (self.end_of_dataloader, self.remainder)
+        self._passes.append(kind)
+        self.reset()
+        self.remainder = self._remainder()
+        self.gradient_state._add_dataloader(self)
         self._context.begin_pass(self)
+        try:
+            if self.rng_types:
+                synchronize_rng_states(self.rng_types, None)
+            self._source.set_epoch(epoch)
+            # The DataLoader draws the seed of its workers from this, not from the global generator.
+            start = self._progress.samples if kind == TRAINING else 0
+            self._generator.manual_seed(self._source.worker_seed(kind, self._seed, epoch, start))
+            yield
+        finally:
+            self._context.end_pass(self)
+            self._passes.remove(kind)
+            self.gradient_state._remove_dataloader(self)
+            if self._passes:
+                # An evaluation pass inside a training pass over the same loader: removing takes both away.
+                self.end_of_dataloader, self.remainder = around
+                self.gradient_state._add_dataloader(self)
 
-    def _close(self) -> None:
-        self._pass = None
-        self.end()
-        self._context.end_pass(self)
+    def _remainder(self) -> int:
+        """Samples of the last batch that are not repeated ones, for gather_for_metrics; 0: all; -1: unknown."""
+        if not self.is_evaluating:
+            return 0  # Nothing is repeated to fill a global batch; what a rank repeats is told by its place.
+        if self._drop_last:
+            return -1
+        try:
+            return len(self._source) % self.total_batch_size
+        except TypeError:  # no length, or batches of no fixed size
+            return -1
 
     def _evaluation_pass(self) -> Iterator[Any]:
-        self._open("evaluation", self._progress.evaluation_passes)
-        try:
+        with self._reading(EVALUATION, self._progress.evaluation_passes):
             batches = self._source.evaluation_batches()
-            skip = self._skip_to if isinstance(self._skip_to, int) else 0
             missing = object()
-            for _ in range(skip):
+            for _ in range(self._skip_to if isinstance(self._skip_to, int) else 0):
                 next(batches, missing)
             # One batch ahead, to know the last one: gather_for_metrics cuts its repeated samples off.
             current = next(batches, missing)
@@ -253,8 +269,6 @@ class HeterogeneousDataLoader(DataLoaderShard):
                 yield current
                 current = following
             self._progress.evaluation_passes += 1
-        finally:
-            self._close()
 
     def _training_pass(self) -> Iterator[Any]:
         context, progress = self._context, self._progress
@@ -291,19 +305,22 @@ class HeterogeneousDataLoader(DataLoaderShard):
                     " set_epoch that fixes its order, and resume with the same dataset."
                 )
 
-        self._open("training", epoch)
-        try:
+        current = progress.current_pass = object()
+        with self._reading(TRAINING, epoch):
             batches = self._source.training_batches(writer, start, self._seed, agree, remember_order)
             if context.token_counter is not None:
                 batches = with_window_tokens(batches, context.token_counter)
             for batch, place, reading in batches:
+                if progress.current_pass is not current:
+                    raise RuntimeError(
+                        "found a second training pass over a loader, started before the first ended, expected one at a"
+                        " time: a loader has one position. Prepare a second loader for the second pass."
+                    )
                 batch = self._to_device(batch)
                 self._record(place, reading)
                 context.batch_yielded(self, place)
                 yield batch
             progress.start_epoch(epoch + 1)
-        finally:
-            self._close()
 
     def _start_point(self, cut: GlobalBatchCut) -> StartPoint:
         skip = self._skip_to

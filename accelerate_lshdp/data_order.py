@@ -59,6 +59,7 @@ class SampleOrder:
                 " can be cut by samples. Let the dataset return single samples and give the DataLoader a batch_size."
             )
         self.seed = seed
+        self.dataset = loader.dataset
         self.sampler = getattr(batch_sampler, "sampler", None)
         # The DataLoader draws one number of a generator that it shares with its sampler before the sampler draws.
         self._shares_generator = loader.generator is not None and loader.generator is self._generator
@@ -139,6 +140,7 @@ class SampleOrder:
         """
         if type(self.batch_sampler) is BatchSampler:
             return len(self.sampler)
+        # What the batch sampler reads may not be told: the number of batches says whether it is all of the data.
         batch_size = getattr(self.batch_sampler, "batch_size", None)
         if not isinstance(batch_size, int):
             raise TypeError(
@@ -146,6 +148,7 @@ class SampleOrder:
                 " it a batch_size attribute, or do not take len() of this loader."
             )
         batches = len(self.batch_sampler)
-        if hasattr(self.sampler, "__len__") and -(-len(self.sampler) // batch_size) == batches:
-            return len(self.sampler)
+        for data in (self.sampler, self.dataset):
+            if hasattr(data, "__len__") and -(-len(data) // batch_size) == batches:
+                return len(data)
         return batches * batch_size

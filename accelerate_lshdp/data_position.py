@@ -52,6 +52,8 @@ class LoaderProgress:
     """A position was loaded and no training pass has started since."""
     armed: bool = False
     """The next training pass starts at the restored position."""
+    current_pass: object = None
+    """Stands for the training pass that started last."""
 
     @property
     def start_point(self) -> StartPoint:
