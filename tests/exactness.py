@@ -66,7 +66,7 @@ def plan_of(setting: Setting) -> Plan:
 
 def global_batches(setting: Setting, total: int) -> tuple[int, list[list[int]]]:
     """Number of samples of an epoch, and the global batches of all epochs: the last of each is short."""
-    count = total * (setting.steps * setting.own_accumulation - 1) + setting.short_batch
+    count = total * (setting.steps * setting.own_accumulation - 1) + min(setting.short_batch, total)
     batches = [list(range(start, min(start + total, count))) for start in range(0, count, total)]
     return count, batches * setting.epochs
 

@@ -1,22 +1,110 @@
-"""Invariant 1: every strategy, mesh, split and accumulation gives the gradient and parameters of one process."""
+"""Invariant 1: every strategy, mesh, split and accumulation gives the gradient and parameters of one process.
+
+The default suite runs a pairwise selection (every pair of values of two factors occurs); ``-m slow`` runs all.
+"""
 
 from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
 
 import pytest
 from exactness import Setting, check, train
 
 
-QUICK = [
-    Setting("ddp", (3, 2), (1, 1)),
-    Setting("lsdp", (3, 2), (1, 1)),
-    Setting("lsdp", (3, 2), (2,)),
-    Setting("fsdp", (3, 2), (1, 1), model="gpt2"),
-    Setting("zero2", (3, 2), (2,), model="gpt2"),
-    Setting("fsdp_offload", (3, 2), (1, 1)),
-    Setting("group_sharding", (3, 2), (2,), model="gpt2"),
+STRATEGIES = ("ddp", "zero2", "fsdp", "fsdp_offload", "group_sharding", "lsdp")
+NODES = ((1,), (2,), (1, 1), (1, 2), (4,), (1, 1, 1, 1), (2, 2))
+#: Kinds of splits: what a rank with index i gets, as (micro-batch size, accumulation steps).
+SPLITS = {
+    "equal": lambda rank, world: (2, 1),
+    "unequal": lambda rank, world: (1 + (world - rank) % 4, 1),
+    "accumulated": lambda rank, world: (1 + rank % 3, 2),
+}
+MODELS = ("vit", "gpt2")
+DTYPES = ("float64", "float32")
+ACCUMULATION = (1, 2)
+
+
+def setting_of(strategy: str, nodes: tuple, split: str, model: str, dtype: str, own: int) -> Setting:
+    world = sum(nodes)
+    sizes = tuple(SPLITS[split](rank, world) for rank in range(world))
+    return Setting(strategy, sizes, nodes, model=model, dtype=dtype, own_accumulation=own, steps=8 // own)
+
+
+def everything() -> list[Setting]:
+    return [setting_of(*cell) for cell in itertools.product(STRATEGIES, NODES, SPLITS, MODELS, DTYPES, ACCUMULATION)]
+
+
+def pairwise() -> Iterator[Setting]:
+    """A small set of cells in which every pair of values of any two factors occurs (greedy, fixed seed)."""
+    factors = [STRATEGIES, NODES, tuple(SPLITS), MODELS, DTYPES, ACCUMULATION]
+    wanted = {
+        (i, a, j, b)
+        for (i, first), (j, second) in itertools.combinations(enumerate(factors), 2)
+        for a, b in itertools.product(first, second)
+    }
+    chooser = random.Random(0)
+    while wanted:
+        candidates = [tuple(chooser.choice(values) for values in factors) for _ in range(60)]
+        i, a, j, b = min(wanted, key=repr)
+        candidates = [tuple(a if k == i else b if k == j else v for k, v in enumerate(cell)) for cell in candidates]
+        best = max(candidates, key=lambda cell: len(wanted & pairs_of(cell)))
+        wanted -= pairs_of(best)
+        yield setting_of(*best)
+
+
+def pairs_of(cell: tuple) -> set:
+    return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(cell), 2)}
+
+
+def run(workers, setting: Setting) -> None:
+    check(workers(setting.world_size).run(train, setting, nodes=setting.nodes, timeout=90), setting.dtype)
+
+
+@pytest.mark.parametrize("setting", sorted(pairwise(), key=lambda s: s.world_size), ids=str)
+def test_equals_one_process(workers, setting):
+    run(workers, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", sorted({sum(nodes) for nodes in NODES}))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.timeout(1200)
+def test_equals_one_process_everywhere(workers, strategy, world_size):
+    for setting in everything():
+        if setting.strategy == strategy and setting.world_size == world_size:
+            run(workers, setting)
+
+
+SPECIAL = [
+    Setting("ddp", (3, 2), (1, 1), frozen=("embeddings",)),
+    Setting("lsdp", (3, 1, 2), (1, 2), frozen=("layers.0",), model="vit"),
+    Setting("fsdp", (3, 2), (2,), frozen=("h.0",), model="gpt2"),
+    Setting("lsdp", (1, 2, 2, 3), (2, 2), frozen=("wte",), model="gpt2"),
+    Setting("ddp", (3, 2), (1, 1), gradient_checkpointing=True, model="gpt2"),
+    Setting("lsdp", (3, 2), (1, 1), gradient_checkpointing=True, model="vit"),
+    Setting("group_sharding", (1, 2, 2, 3), (2, 2), gradient_checkpointing=True, model="gpt2"),
+    Setting("zero2", (3, 2), (2,), gradient_checkpointing=True, model="vit"),
+    Setting("fsdp", (3, 2), (2,), gradient_checkpointing=True, model="gpt2", num_workers=2),
+    # Gradients that stay as zeros between steps, instead of None.
+    Setting("ddp", ((2, 2), (1, 2)), (1, 1), set_to_none=False),
+    Setting("lsdp", ((2, 2), (1, 2)), (1, 1), set_to_none=False),
+    Setting("lsdp", ((2, 2), (1, 2), (1, 2), (1, 2)), (2, 2), set_to_none=False),
+    Setting("fsdp", ((2, 2), (1, 2)), (2,), set_to_none=False),
+    # Ranks with different numbers of micro-batches.
+    Setting("ddp", ((2, 3), (1, 1)), (1, 1), unequal_accumulation=True),
+    Setting("lsdp", ((2, 1), (1, 3)), (1, 1), unequal_accumulation=True, model="gpt2", own_accumulation=2),
+    Setting("lsdp", ((2, 1), (1, 1), (1, 3), (2, 3)), (2, 2), unequal_accumulation=True),
+    # Clipping by value too; several epochs; a last batch of one sample; fewer samples than ranks.
+    Setting("lsdp", (3, 2), (2,), clip_value=0.01),
+    Setting("fsdp", (3, 2), (2,), clip_value=0.01, epochs=2),
+    Setting("lsdp", (1, 2, 2, 3), (2, 2), short_batch=1, epochs=2),
+    Setting("ddp", ((1, 2), (2, 2)), (1, 1), short_batch=1, model="gpt2"),
+    Setting("fsdp", (1, 1, 2), (1, 2), short_batch=1, epochs=3, steps=1, model="gpt2"),
 ]
 
 
-@pytest.mark.parametrize("setting", QUICK, ids=str)
-def test_equals_one_process(workers, setting):
-    check(workers(setting.world_size).run(train, setting, nodes=setting.nodes, timeout=90), setting.dtype)
+@pytest.mark.parametrize("setting", SPECIAL, ids=lambda s: f"{s}_{SPECIAL.index(s)}")
+def test_special_cases_equal_one_process(workers, setting):
+    run(workers, setting)

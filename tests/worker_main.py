@@ -43,6 +43,17 @@ def watch_parent(parent: int) -> None:
     os._exit(1)
 
 
+def forget_meshes() -> None:
+    """DTensor's caches hold meshes of the old world, which compare equal to those of the next and name dead groups."""
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    if redistribute is None:
+        return
+    redistribute.clear_redistribute_planner_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 class Worker:
     def __init__(self, connection: Connection, rank: int, world_size: int) -> None:
         self.connection = connection
@@ -77,6 +88,7 @@ class Worker:
             return
         if dist.is_initialized():
             self.world = None
+            forget_meshes()
             gc.collect()
             dist.destroy_process_group()
         store = dist.PrefixStore(f"world-{generation}", self.store)
