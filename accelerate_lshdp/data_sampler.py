@@ -31,9 +31,10 @@ def global_batches(indices: Iterator[Any], total: int, drop_last: bool) -> Itera
 
 
 class HeterogeneousBatchSampler(BatchSampler):
-    """Index lists of one rank: inside `fed_with` those it was given, otherwise those of stock accelerate.
+    """Index lists of one rank, for the pass that is starting: its own in training, those of stock in evaluation.
 
-    One sampler serves both kinds of pass, so that persistent workers serve both too.
+    One sampler serves both kinds of pass, so that persistent workers serve both too. Iterating it outside a pass, as a
+    loader that is rebuilt around it would, raises RuntimeError: it would read equal batches where uneven ones are due.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class HeterogeneousBatchSampler(BatchSampler):
         self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self._fed: Iterator[list[Any]] | None = None
+        self._starting: Iterator[Any] | None = None
 
     @property
     def sampler(self) -> Any:
@@ -56,15 +57,6 @@ class HeterogeneousBatchSampler(BatchSampler):
     def total_length(self) -> int:
         return len(self.batch_sampler)
 
-    @contextmanager
-    def fed_with(self, index_lists: Iterator[list[Any]]) -> Iterator[None]:
-        """Hand out one iterator while a DataLoader starts; with workers it asks for it twice and uses the second."""
-        self._fed = index_lists
-        try:
-            yield
-        finally:
-            self._fed = None
-
     def _evaluation(self) -> BatchSampler:
         if self.num_processes == 1:
             return self.batch_sampler
@@ -72,8 +64,24 @@ class HeterogeneousBatchSampler(BatchSampler):
             self.batch_sampler, self.num_processes, self.process_index, self.split_batches, self.even_batches
         )
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._evaluation()) if self._fed is None else self._fed
+    @contextmanager
+    def starting(self, index_lists: Iterator[Any] | None) -> Iterator[None]:
+        """While a DataLoader starts a pass: hand out these lists, or those of stock accelerate (None: evaluation)."""
+        # One iterator, made once: with workers, a DataLoader asks for it twice and uses the second.
+        self._starting = iter(self._evaluation()) if index_lists is None else index_lists
+        try:
+            yield
+        finally:
+            self._starting = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._starting is None:
+            raise RuntimeError(
+                "found an iteration over the sampler of a prepared loader, expected one over the loader. To skip"
+                " batches use LSHDPAccelerator.skip_first_batches (accelerate's own function rebuilds the loader, and"
+                " loses the plan)."
+            )
+        return self._starting
 
     def __len__(self) -> int:
         return len(self._evaluation())
@@ -168,7 +176,7 @@ class MapSource:
                 " sampler of the run that wrote the position, or skip fewer batches."
             )
         places: deque[MicroBatchPlace] = deque()
-        with self.index_lists.fed_with(self._write_index_lists(indices, writer, seed, places)):
+        with self.index_lists.starting(self._write_index_lists(indices, writer, seed, places)):
             batches = iter(self.base_dataloader)
         for batch in batches:
             yield PlacedBatch(batch, places.popleft(), None)
@@ -189,7 +197,8 @@ class MapSource:
 
     def evaluation_batches(self) -> Iterator[Any]:
         self.order.begin_pass()
-        return iter(self.base_dataloader)
+        with self.index_lists.starting(None):
+            return iter(self.base_dataloader)
 
     def evaluation_length(self) -> int:
         return len(self.index_lists)

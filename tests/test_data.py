@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from accelerate.data_loader import skip_first_batches as stock_skip_first_batches
 from accelerate.state import GradientState, PartialState
 from data_loading import Disagreement, by_global_batch, prepare, read, real
 from hypothesis import HealthCheck, given, settings
@@ -375,3 +376,9 @@ def test_prepared_loader_is_a_dataloader_and_moves_batches():
     assert isinstance(loader, DataLoader) and loader.num_workers == 0
     moved = prepare_loader(DataLoader(range(8), batch_size=2), loader._context, device=torch.device("meta"))
     assert {batch.device.type for batch in moved} == {"meta"}
+
+
+def test_a_loader_that_stock_accelerate_rebuilds_is_caught():
+    (loader, _) = prepare(lambda: DataLoader(range(20), batch_size=2), [3, 1])
+    with pytest.raises(RuntimeError, match="LSHDPAccelerator.skip_first_batches"):
+        next(iter(stock_skip_first_batches(loader, 1)))
