@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launching import base_environment, rank_environment
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -133,3 +138,43 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def visible(folder: Path) -> list[str]:
     """Everything in a folder, hidden names included."""
     return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def run_until_killed(function: Callable[..., object], *args: object, nodes: Sequence[int], folder: Path) -> list[int]:
+    """Runs a case whose ranks are meant to die, each in a process of its own, and returns the exit codes.
+
+    Cheaper than the worker pool for this: processes are forked from a server that has imported torch once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["accelerate_lshdp.engine.checkpoint", "torch.distributed.fsdp"])
+    processes = []
+    for rank in range(sum(nodes)):
+        environment = {**base_environment(), **rank_environment(rank, nodes, 0)}
+        arguments = (function, args, environment, str(folder / "store"))
+        processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 40.0
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for rank in late:
+        processes[rank].kill()
+        processes[rank].join()
+    assert not late, f"ranks {late} had not ended after 40 s"
+    return [process.exitcode for process in processes]
+
+
+def _run_rank(function: Callable[..., object], args: tuple, environment: dict[str, str], store: str) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        here = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=here[0], world_size=here[1])
+        function(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)  # gloo can abort a process that ends the ordinary way

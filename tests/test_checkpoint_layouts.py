@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import assert_same, full_state, layout, node_folder, objects, train, visible
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.engine import checkpoint_stream
 from accelerate_lshdp.engine.checkpoint import (
     TrainingObjects,
     load_checkpoint,
@@ -88,6 +93,27 @@ def test_every_node_has_all_of_it(workers, tmp_path):
         folder = tmp_path / f"node{node}" / "checkpoint"
         assert_same(load_file(folder / "model_0.safetensors"), expected)
         assert not list(folder.glob("*.pickle"))
+
+
+def count_full_tensors(root):
+    """The number of gathered full tensors that are alive when the next one is gathered."""
+    alive, counts, gather = [], [], checkpoint_stream.gather_full
+
+    def gather_and_count(tensor):
+        counts.append(sum(reference() is not None for reference in alive))
+        full = gather(tensor)
+        if isinstance(tensor, DTensor):
+            alive.append(weakref.ref(full))
+        return full
+
+    with mock.patch.object(checkpoint_stream, "gather_full", gather_and_count):
+        save(root, "flat")
+    return max(counts), len(alive)
+
+
+def test_one_full_tensor_at_a_time(workers, tmp_path):
+    for most, gathered in workers(4).run(count_full_tensors, tmp_path, nodes=(2, 2)):
+        assert most == 0 and gathered > 20
 
 
 def interrupted(root, kind):

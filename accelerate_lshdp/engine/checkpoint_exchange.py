@@ -56,11 +56,15 @@ def failing_together(what: str) -> Iterator[None]:
 
 
 def together(what: str, error: BaseException | str | None) -> None:
-    """`raise_together` under a headline that says what was being done."""
+    """`raise_together` with a message that says what this rank was doing when it failed."""
+    if isinstance(error, BaseException):
+        message = f"{what} failed: {type(error).__name__}: {error}"
+    else:
+        message = error and f"{what} failed: {error}"
     try:
-        raise_together(error)
+        raise_together(message)
     except RuntimeError as agreed:
-        raise RuntimeError(f"{what} failed\n{agreed}") from (error if isinstance(error, BaseException) else None)
+        raise RuntimeError(str(agreed)) from (error if isinstance(error, BaseException) else None)
 
 
 class Attempt:
@@ -80,6 +84,13 @@ class Attempt:
             except Exception as caught:
                 self.error = caught
         return None
+
+    def always(self, action: Callable[[], object]) -> None:
+        """Runs an action even after a failure; the first failure is kept."""
+        try:
+            action()
+        except Exception as caught:
+            self.error = self.error or caught
 
 
 def all_objects(value: Any) -> list[Any]:

@@ -195,24 +195,23 @@ def _send_file(
     """Broadcasts one file in chunks; ranks that neither have nor need it only take part."""
     checksum = 0
     buffer = torch.empty(min(CHUNK_BYTES, written.bytes), dtype=torch.uint8)
-    with ExitStack() as stack:
-        reader = writer = None
-        if source_folder is not None:
-            reader = attempt(lambda: stack.enter_context(open(source_folder / name, "rb")))
-        if target_folder is not None:
-            writer = attempt(lambda: stack.enter_context(open(target_folder / name, "xb")))
-        for start in range(0, written.bytes, CHUNK_BYTES):
-            chunk = buffer[: written.bytes - start]
-            if reader is not None:
-                attempt(lambda chunk=chunk: _fill(chunk, reader))
-            broadcast_bytes(chunk, source, layout.device)
-            if writer is not None:
-                checksum = zlib.crc32(chunk.numpy(), checksum)
-                attempt(lambda chunk=chunk: writer.write(chunk.numpy()))
+    reader = attempt(lambda: open(source_folder / name, "rb")) if source_folder is not None else None
+    writer = attempt(lambda: open(target_folder / name, "xb")) if target_folder is not None else None
+    for start in range(0, written.bytes, CHUNK_BYTES):
+        chunk = buffer[: written.bytes - start]
+        if reader is not None:
+            attempt(lambda chunk=chunk: _fill(chunk, reader))
+        broadcast_bytes(chunk, source, layout.device)
         if writer is not None:
-            attempt(lambda: _to_disk(writer))
-            if checksum != written.crc32 and attempt.error is None:
-                attempt.error = ValueError(f"{name} arrived damaged: its checksum does not match the manifest")
+            checksum = zlib.crc32(chunk.numpy(), checksum)
+            attempt(lambda chunk=chunk: writer.write(chunk.numpy()))
+    if writer is not None:
+        attempt(lambda: _to_disk(writer))
+        if checksum != written.crc32 and attempt.error is None:
+            attempt.error = ValueError(f"{name} arrived damaged: its checksum does not match the manifest")
+    for file in (reader, writer):
+        if file is not None:
+            attempt.always(file.close)  # which writes what is left in the buffer, and may fail as a write does
 
 
 def _fill(chunk: torch.Tensor, file: BinaryIO) -> None:

@@ -1,0 +1,71 @@
+"""What fails on one rank is raised on all, and a rank that has failed still takes part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import layout
+
+from accelerate_lshdp.engine.agreement import raise_together
+from accelerate_lshdp.engine.checkpoint_exchange import Attempt, as_bytes, broadcast_tensor, failing_together
+
+
+def fail_on(ranks, group_size=None):
+    rank = dist.get_rank()
+    group = dist.new_group(list(range(group_size))) if group_size else None
+    if group_size and rank >= group_size:
+        return "not asked"
+    error = ValueError(f"no {'even' if rank % 2 else 'odd'} number") if rank in ranks else None
+    try:
+        raise_together(error, group)
+    except RuntimeError as agreed:
+        return str(agreed), agreed.__cause__ is error
+    return None
+
+
+def test_one_error_for_all_ranks(workers):
+    assert workers(3).run(fail_on, []) == [None] * 3
+    text = "ranks 0, 2: ValueError: no odd number"
+    assert workers(3).run(fail_on, [0, 2]) == [(text, True)] * 3
+    text = "rank 1: ValueError: no even number\nrank 2: ValueError: no odd number"
+    assert workers(3).run(fail_on, [1, 2]) == [(text, True)] * 3
+
+
+def test_one_error_for_a_group(workers):
+    text = "rank 1: ValueError: no even number"
+    assert workers(3).run(fail_on, [1], 2) == [(text, True), (text, True), "not asked"]
+
+
+def test_alone():
+    raise_together(None)
+    with pytest.raises(RuntimeError, match="^rank 0: a reason$"):
+        raise_together("a reason")
+    with pytest.raises(RuntimeError, match="^rank 0: counting failed: ZeroDivisionError: ") as caught:
+        with failing_together("counting"):
+            1 / 0  # noqa: B018
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_only_the_first_failure_counts():
+    attempt, done = Attempt(), []
+    assert attempt(lambda: 5) == 5
+    assert attempt(lambda: [][0]) is None
+    attempt.always(lambda: done.append("always"))
+    attempt.always(lambda: {}[0])
+    assert attempt(lambda: done.append("later")) is None
+    assert isinstance(attempt.error, IndexError) and done == ["always"]
+
+
+def every_dtype():
+    here = layout()
+    for dtype in (torch.float8_e4m3fn, torch.uint16, torch.bool, torch.complex64, torch.bfloat16):
+        for shape in ((), (0, 3), (2, 3)):
+            expected = torch.arange(6)[: int(torch.Size(shape).numel())].reshape(shape).to(dtype)
+            found = broadcast_tensor(expected if here.rank == 1 else None, shape, dtype, 1, here)
+            assert found.dtype == dtype and torch.equal(as_bytes(found), as_bytes(expected))
+    return True
+
+
+def test_tensors_of_every_dtype_travel(workers):
+    assert workers(2).run(every_dtype) == [True, True]
