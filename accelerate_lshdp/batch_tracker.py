@@ -19,6 +19,7 @@ class BatchTracker:
     def __init__(self) -> None:
         self.current: MicroBatchPlace | None = None
         self.accumulating = False
+        self._counted = False
         self._waiting: deque[tuple[int, MicroBatchPlace]] = deque()
         self._evaluating: list[Any] = []
 
@@ -43,7 +44,14 @@ class BatchTracker:
         """The place of the next batch, or of the current one if no other was yielded."""
         if self._waiting:
             self.current = self._waiting.popleft()[1]
+            self._counted = False
         return self.current
+
+    def first_time(self) -> bool:
+        """Whether there is a current batch and this was not asked for it before: two losses of it count once."""
+        first = self.current is not None and not self._counted
+        self._counted = True
+        return first
 
     @property
     def within_window(self) -> bool:

@@ -26,9 +26,14 @@ class AcceleratorLoaderContext:
         self.token_counter: Callable[[Any], int] | None = None
         self.seed = 0
 
-    def agree_on_seed(self) -> None:
-        """Takes rank 0's seed (collective), so that all ranks and all world sizes shuffle alike."""
-        seed = torch.tensor([torch.initial_seed() % 2**63], dtype=torch.int64, device=self._accelerator.device)
+    def agree_on_seed(self, data_seed: int | None) -> None:
+        """Takes rank 0's seed (collective), so that all ranks and all world sizes shuffle alike.
+
+        Args:
+            data_seed: accelerate's ``DataLoaderConfiguration.data_seed``; None: the seed of torch.
+        """
+        own = torch.initial_seed() if data_seed is None else data_seed
+        seed = torch.tensor([own % 2**63], dtype=torch.int64, device=self._accelerator.device)
         if self.world_size > 1:
             dist.broadcast(seed, src=0)
         self.seed = int(seed.item())

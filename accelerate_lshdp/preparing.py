@@ -87,7 +87,7 @@ class Preparing(_Base):
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self._follow_parameters(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(lambda *_: self._timer.step_ends())
+            optimizer.register_step_post_hook(self._after_step)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -112,6 +112,11 @@ class Preparing(_Base):
                     "call accelerator.backward(loss) instead"
                 )
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._timer.step_ends()
+        if optimizer is self._optimizers[0].optimizer:
+            self.completed_steps += 1
+
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
@@ -119,7 +124,7 @@ class Preparing(_Base):
             if data_loader not in self._dataloaders:
                 self._dataloaders.append(data_loader)
             return data_loader
-        self._loader_context.agree_on_seed()
+        self._loader_context.agree_on_seed(self.dataloader_config.data_seed)
         prepared = data.prepare_loader(
             data_loader,
             self._loader_context,

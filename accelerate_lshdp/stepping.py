@@ -94,8 +94,9 @@ class Stepping(_Base):
                 prepared.abandon_backward()
             raise
         compute, wait = self._timer.backward_ends()
-        if place is not None and place.ends_global_batch:
+        if self._tracker.first_time() and place.ends_global_batch:
             self._timer.samples += place.total_samples
+            self.samples_seen += place.total_samples
         if synchronised:
             usages = [prepared.take_usage() for prepared in synchronised]
             *times, counts = self._exchange.after_backward(compute, wait, usages)

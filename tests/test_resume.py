@@ -1,0 +1,176 @@
+"""Invariant 5: nothing is lost. Saved in mid-epoch, restarted, resumed.
+
+Each node has its own folder. The interrupted run and the run that continues it share nothing but these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from accelerate.utils import set_seed
+from exactness import LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, full
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import CASES, collate, make_optimizer, relative_error
+
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+
+
+SAMPLES, TOTAL = 50, 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """One launch: the plan, and where it starts and stops (optimizer steps over all epochs)."""
+
+    strategy: str
+    sizes: tuple
+    nodes: tuple[int, ...]
+    folders: tuple[str, ...]
+    stop: int
+    save_at: int | None = None
+    resume: bool = False
+    dropout: bool = False
+    shuffle: bool = True
+    own_accumulation: int = 1
+    num_workers: int = 0
+    model: str = "vit"
+    schedule: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return len(self.sizes)
+
+
+def train(run: Run) -> tuple[dict, list[float], dict]:
+    """Parameters, the losses of this rank since it started, and the optimizer's moments."""
+    case = CASES[run.model]
+    set_seed(7)
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes(run.sizes, strategy=run.strategy),
+        lsdp_plugin=LSDPPlugin(loss_weighting=case.weighting),
+        gradient_accumulation_steps=run.own_accumulation,
+    )
+    folder = run.folders[accelerator.topology.node]
+    model = case.model().double()
+    if run.dropout:
+        model = _with_dropout(model)
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step * run.schedule))
+    loader = DataLoader(
+        case.dataset(SAMPLES, torch.float64),
+        batch_size=4,
+        shuffle=run.shuffle,
+        collate_fn=collate,
+        num_workers=run.num_workers,
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if run.resume:
+        accelerator.load_state(f"{folder}/ckpt")
+    model.train()
+    losses, batches = [], None
+    while accelerator.completed_steps < run.stop:
+        batches = accelerator.skip_first_batches(loader) if run.resume and batches is None else loader
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = case.loss(model, batch)
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                if accelerator.completed_steps == run.save_at:
+                    accelerator.save_state(f"{folder}/ckpt")
+                if accelerator.completed_steps >= run.stop:
+                    break
+    moments = {
+        f"{index}.{key}": full(value)
+        for index, state in enumerate(optimizer.optimizer.state.values())
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim
+    }
+    return {name: full(parameter) for name, parameter in model.named_parameters()}, losses, moments
+
+
+def _with_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.2
+    return model
+
+
+def identical(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def folders(tmp_path, nodes: tuple[int, ...]) -> tuple[str, ...]:
+    made = [tmp_path / f"node{index}" for index in range(len(nodes))]
+    for folder in made:
+        folder.mkdir()
+    return tuple(map(str, made))
+
+
+SAME_PLAN = [
+    ("ddp", (5, 3), (1, 1), {"dropout": True}),
+    ("lsdp", (5, 3), (1, 1), {"dropout": True}),
+    ("lsdp", (5, 3), (2,), {"dropout": True, "own_accumulation": 2}),
+    ("fsdp", (5, 3), (1, 1), {"model": "gpt2"}),
+    ("zero2", ((2, 2), (2, 2)), (2,), {"num_workers": 2}),
+    ("lsdp", (3, 1, 2, 2), (2, 2), {"dropout": True, "model": "gpt2"}),
+    ("ddp", (3, 1, 2, 2), (1, 1, 1, 1), {"dropout": True}),
+    ("group_sharding", (3, 1, 2, 2), (2, 2), {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "nodes", "options"), SAME_PLAN)
+@pytest.mark.parametrize("save_at", [3, 9])  # in the first epoch and in the second (7 global batches each)
+def test_resumed_run_is_bit_identical(workers, tmp_path, strategy, sizes, nodes, options, save_at):
+    save_at = save_at // options.get("own_accumulation", 1)
+    run = Run(strategy, sizes, nodes, folders(tmp_path, nodes), stop=save_at + 4, save_at=save_at, **options)
+    pool = workers(run.world_size)
+    uninterrupted = pool.run(train, run, nodes=nodes)
+    resumed = pool.run(train, replace(run, save_at=None, resume=True), nodes=nodes)
+    for (parameters, losses, moments), (parameters_, losses_, moments_) in zip(uninterrupted, resumed, strict=True):
+        assert losses_ == losses[-len(losses_) :] and losses_
+        assert identical(parameters_, parameters)
+        assert identical(moments_, moments)
+
+
+OTHER_PLANS = [
+    (("ddp", (5, 3), (1, 1)), ("lsdp", (2, 6), (2,))),
+    (("lsdp", (5, 3), (1, 1)), ("fsdp", (2, 3, 2, 1), (2, 2))),
+    (("fsdp", (2, 3, 2, 1), (2, 2)), ("lsdp", ((3, 2), (1, 2)), (1, 1))),
+    (("lsdp", (2, 3, 2, 1), (2, 2)), ("ddp", (8,), (1,))),
+    (("ddp", (8,), (1,)), ("zero2", (4, 3, 1), (1, 2))),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), OTHER_PLANS)
+def test_resuming_under_another_plan_equals_one_run(workers, tmp_path, first, second):
+    (strategy, sizes, nodes), (strategy_, sizes_, nodes_) = first, second
+    places = folders(tmp_path, max(nodes, nodes_, key=len))
+    # accelerate steps schedulers once a rank, so they cannot go on under another number of ranks; they stay constant.
+    run = Run(strategy, sizes, nodes, places, stop=9, save_at=4, schedule=False)
+    whole, *_ = workers(run.world_size).run(train, run, nodes=nodes)
+    other = Run(strategy_, sizes_, nodes_, places, stop=9, resume=True, schedule=False)
+    for parameters, _, moments in workers(other.world_size).run(train, other, nodes=nodes_):
+        assert relative_error(parameters, whole[0]) <= 1e-12
+        assert relative_error(moments, whole[2]) <= 1e-12
+
+
+def test_a_node_without_the_checkpoint_gets_it(workers, tmp_path):
+    first = Run("lsdp", (5, 3), (1, 1), folders(tmp_path, (1, 1)), stop=7, save_at=4)
+    whole = workers(2).run(train, first, nodes=(1, 1))
+    empty = tmp_path / "new"
+    empty.mkdir()
+    moved = replace(first, save_at=None, resume=True, folders=(str(empty), first.folders[1]))
+    for (parameters, *_), (expected, *_) in zip(workers(2).run(train, moved, nodes=(1, 1)), whole, strict=True):
+        assert identical(parameters, expected)
+    assert (empty / "ckpt").is_dir()
