@@ -20,7 +20,6 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from accuracy import Accuracy
-from checkpoints import checkpoint_path, latest_checkpoint, steps_of_checkpoint
 from datasets import ClassLabel, DatasetDict, Image, load_dataset
 from embedded_data import digits_dataset
 from hub import from_the_hub
@@ -243,13 +242,12 @@ def training_function(args: argparse.Namespace) -> None:
     completed_steps = 0
     starting_epoch = 0
     if args.resume_from_checkpoint is not None:
-        checkpoint = args.resume_from_checkpoint
-        if checkpoint == "latest":
-            checkpoint = latest_checkpoint(accelerator, args.output_dir)
-        completed_steps = steps_of_checkpoint(checkpoint)
-        accelerator.load_state(checkpoint)
+        # Given a folder of checkpoints, load_state takes the newest one that is complete on some node.
+        latest = args.resume_from_checkpoint == "latest"
+        checkpoint = accelerator.load_state(args.output_dir if latest else args.resume_from_checkpoint)
+        completed_steps = checkpoint.step
         starting_epoch = train_dataloader.position.epoch
-        accelerator.print(f"Resumed from {checkpoint}: epoch {starting_epoch}, step {completed_steps}.")
+        accelerator.print(f"Resumed from {checkpoint.path}: epoch {starting_epoch}, step {completed_steps}.")
     first_step = completed_steps
 
     losses, accuracy = [], None
@@ -288,12 +286,12 @@ def training_function(args: argparse.Namespace) -> None:
                     {"train_loss": losses[-1], "learning_rate": lr_scheduler.get_last_lr()[0]}, step=completed_steps
                 )
                 if isinstance(args.checkpointing_steps, int) and completed_steps % args.checkpointing_steps == 0:
-                    accelerator.save_state(checkpoint_path(args.output_dir, completed_steps))
+                    accelerator.save_state(f"{args.output_dir}/step_{completed_steps}")
                 if completed_steps >= args.max_train_steps:
                     break
 
         if args.checkpointing_steps == "epoch":
-            accelerator.save_state(checkpoint_path(args.output_dir, completed_steps))
+            accelerator.save_state(f"{args.output_dir}/step_{completed_steps}")
         accuracy = evaluate_model(accelerator, model, eval_dataloader, metric)
         # Use accelerator.print to print only on the main process.
         accelerator.print(f"epoch {epoch}: accuracy {accuracy:.4f}")

@@ -17,7 +17,6 @@ from sklearn.datasets import load_digits
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
-import checkpoints  # noqa: E402
 import embedded_data  # noqa: E402
 import evaluate  # noqa: E402
 import gpt2_causal_lm as gpt2  # noqa: E402
@@ -247,23 +246,3 @@ def test_vit_sizes(name: str, millions: float) -> None:
     with torch.device("meta"):
         model, _ = vit.build_model(args, [str(i) for i in range(10)])
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
-
-
-def test_checkpoint_names(tmp_path: Path) -> None:
-    path = checkpoints.checkpoint_path(str(tmp_path), 12)
-    assert checkpoints.steps_of_checkpoint(path + "/") == 12
-    for wrong in ("epoch_1", "step_", "step_-1", "12"):
-        with pytest.raises(ValueError, match="step_<number of optimizer steps>"):
-            checkpoints.steps_of_checkpoint(wrong)
-
-
-def test_latest_checkpoint_may_be_on_another_node(tmp_path: Path) -> None:
-    def gather_with(elsewhere: int) -> SimpleNamespace:
-        return SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, torch.tensor([elsewhere])]))
-
-    with pytest.raises(FileNotFoundError, match="no node has a step_<number> folder"):
-        checkpoints.latest_checkpoint(gather_with(-1), str(tmp_path))
-    for name in ("step_9", "step_10", "step_10.incomplete"):
-        (tmp_path / name).mkdir()
-    assert checkpoints.latest_checkpoint(gather_with(9), str(tmp_path)) == str(tmp_path / "step_10")
-    assert checkpoints.latest_checkpoint(gather_with(11), str(tmp_path)) == str(tmp_path / "step_11")

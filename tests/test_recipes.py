@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import config
 from launching import launch
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
@@ -25,7 +28,23 @@ TIMEOUT_SECONDS = 110
 
 sys.path.insert(0, str(VIT.parent))
 
+import gpt2_causal_lm  # noqa: E402
+import vit_image_classification  # noqa: E402
 from embedded_data import digits_dataset  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def short_text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One module as training text: less to evaluate than the embedded default."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(Path(textwrap.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    return {"train_file": file, "block_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for the launched processes
 
 
 def options(**values: Any) -> list[str]:
@@ -37,9 +56,11 @@ def results(output_dir: Path) -> dict[str, Any]:
 
 
 def run_alone(recipe: Path, output_dir: Path, **values: Any) -> dict[str, Any]:
-    """One process without a launcher."""
-    done = launch([recipe, *options(output_dir=output_dir, **values)], 0, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stderr[-6000:]
+    """One process without a launcher: this one, which has imported everything already."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    module = {VIT: vit_image_classification, GPT2: gpt2_causal_lm}[recipe]
+    module.training_function(module.parse_args(options(output_dir=output_dir, **values)))
     return results(output_dir)
 
 
@@ -71,10 +92,10 @@ def same_model(first: Path, second: Path) -> None:
 
 def test_vit_alone_writes_results_model_and_logs(tmp_path: Path) -> None:
     found = run_alone(
-        VIT, tmp_path, max_train_steps=5, per_device_train_batch_size=32, report_to="tensorboard", num_warmup_steps=2
+        VIT, tmp_path, max_train_steps=30, per_device_train_batch_size=32, report_to="tensorboard", num_warmup_steps=2
     )
-    assert len(found["losses"]) == found["completed_steps"] == 5 and found["first_step"] == 0
-    assert found["losses"][0] == pytest.approx(2.3, abs=0.25) and found["losses"][-1] < found["losses"][0]
+    assert len(found["losses"]) == found["completed_steps"] == 30 and found["first_step"] == 0
+    assert found["losses"][0] == pytest.approx(2.3, abs=0.25) and found["losses"][-1] < 2.0
     assert found["batch_sizes"] == [32]
     assert found["step_seconds"] > 0 and found["samples_per_second"] > 0 and found["idle_fraction"] == 0
     assert len(found["compute_seconds"]) == len(found["wait_seconds"]) == 1
@@ -107,12 +128,15 @@ def test_gpt2_alone_writes_results_model_and_tokenizer(tmp_path: Path) -> None:
     ("recipe", "values"),
     [
         (VIT, {"per_device_train_batch_size": 300, "max_train_steps": 8, "checkpointing_steps": 3}),
-        (GPT2, {"block_size": 64, "max_train_steps": 4, "checkpointing_steps": 2}),
+        (GPT2, {"max_train_steps": 4, "checkpointing_steps": 2}),
     ],
     ids=["vit", "gpt2"],
 )
-def test_resumed_run_is_the_uninterrupted_one(recipe: Path, values: dict[str, Any], tmp_path: Path) -> None:
+def test_resumed_run_is_the_uninterrupted_one(
+    recipe: Path, values: dict[str, Any], tmp_path: Path, short_text: dict[str, Any]
+) -> None:
     """Invariant 5. An epoch of the ViT has 5 steps here: step 3 is inside the first, step 6 inside the second."""
+    values = {**values, **(short_text if recipe == GPT2 else {})}
     whole = run_alone(recipe, tmp_path / "whole", **values)
     first = values["checkpointing_steps"]
     resumed = run_alone(
@@ -123,20 +147,31 @@ def test_resumed_run_is_the_uninterrupted_one(recipe: Path, values: dict[str, An
     same_model(tmp_path / "whole", tmp_path / "resumed")
 
 
-@pytest.mark.parametrize("sizes", [[5, 3], [(5, 2), (3, 2)]], ids=["unequal", "accumulated"])
+def test_resuming_at_the_end_of_an_epoch_and_of_the_training(tmp_path: Path) -> None:
+    values = {"per_device_train_batch_size": 300, "num_train_epochs": 2, "checkpointing_steps": "epoch"}
+    whole = run_alone(VIT, tmp_path / "whole", **values)
+    second = run_alone(VIT, tmp_path / "second", resume_from_checkpoint=tmp_path / "whole" / "step_5", **values)
+    assert second["losses"] == whole["losses"][5:] and len(second["losses"]) == 5
+    same_model(tmp_path / "whole", tmp_path / "second")
+    nothing = run_alone(VIT, tmp_path / "nothing", resume_from_checkpoint=tmp_path / "whole" / "step_10", **values)
+    assert nothing["losses"] == [] and nothing["step_seconds"] is None
+    assert nothing["accuracy"] == whole["accuracy"]
+
+
+@pytest.mark.parametrize("sizes", [[11, 5], [(5, 2), (3, 2)]], ids=["unequal", "accumulated"])
 def test_vit_on_two_ranks_follows_one_process(sizes: list[Any], tmp_path: Path) -> None:
     """Invariant 2: the logged loss is that of the global batch, so curves of two plans lie on each other."""
     values = {"max_train_steps": 6, "num_warmup_steps": 0}
-    total = sum(entry if isinstance(entry, int) else entry[0] * entry[1] for entry in sizes)
-    alone = run_alone(VIT, tmp_path / "alone", per_device_train_batch_size=total, **values)
+    alone = run_alone(VIT, tmp_path / "alone", per_device_train_batch_size=16, **values)
     two = run_on_two(VIT, tmp_path / "two", sizes, **values)
     same_losses(two["losses"], alone["losses"], 1e-5)
     assert two["accuracy"] == pytest.approx(alone["accuracy"], abs=2 / 297)
-    assert sum(two["batch_sizes"]) == total and len(two["compute_seconds"]) == 2
+    assert sum(two["batch_sizes"]) == 16 and len(two["compute_seconds"]) == 2
 
 
-def test_gpt2_on_two_ranks_follows_one_process_and_resumes(tmp_path: Path) -> None:
-    values = {"max_train_steps": 6, "block_size": 64, "checkpointing_steps": 4}
+@pytest.mark.timeout(240)  # two launches
+def test_gpt2_on_two_ranks_follows_one_process_and_resumes(tmp_path: Path, short_text: dict[str, Any]) -> None:
+    values = {**short_text, "max_train_steps": 6, "checkpointing_steps": 4}
     alone = run_alone(GPT2, tmp_path / "alone", per_device_train_batch_size=8, **values)
     two = run_on_two(GPT2, tmp_path / "two", [6, 2], **values)
     same_losses(two["losses"], alone["losses"], 1e-5)
