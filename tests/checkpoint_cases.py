@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_lshdp.engine.checkpoint import NodeLayout, TrainingObjects
 
@@ -60,9 +61,9 @@ class SmallModel(nn.Module):
 
 def shard(model: nn.Module, kind: str) -> None:
     """Places parameters: "replicated", "flat" (1/world), "node" (1/ranks of the node), "hybrid" (same, 2-D mesh)."""
-    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "replicated":
         return
+    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if kind == "flat":
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     elif kind == "hybrid":
@@ -86,7 +87,10 @@ def objects(kind: str = "replicated", seed: int = 0, steps: int = 0) -> Training
     """A model, its optimizer with two groups, and a scheduler; trained on the same data on all ranks."""
     torch.manual_seed(seed)
     model = SmallModel()
-    if kind != "replicated":
+    if kind == "ddp":
+        wrapped: nn.Module = DistributedDataParallel(model)
+    else:
+        wrapped = model
         shard(model, kind)
     decayed = [model.embedding.weight, model.block[0].weight, model.block[2].weight, model.frozen]
     chosen = {id(parameter) for parameter in decayed}
@@ -94,7 +98,7 @@ def objects(kind: str = "replicated", seed: int = 0, steps: int = 0) -> Training
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "betas": (0.8, 0.99)}]
     optimizer = torch.optim.AdamW(groups, lr=0.01 + seed)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
-    training = TrainingObjects(models=[model], optimizers=[optimizer], schedulers=[scheduler])
+    training = TrainingObjects(models=[wrapped], optimizers=[optimizer], schedulers=[scheduler])
     train(training, steps)
     return training
 
@@ -111,6 +115,7 @@ def train(training: TrainingObjects, steps: int) -> None:
 def full_state(training: TrainingObjects) -> dict[str, torch.Tensor]:
     """All parameters, persistent buffers and optimizer state, unsharded, by names of the test's own making."""
     model, optimizer = training.models[0], training.optimizers[0]
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     result = {f"model {name}": whole(value) for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):

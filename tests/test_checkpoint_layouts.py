@@ -26,7 +26,7 @@ from accelerate_lshdp.engine.checkpoint import (
 
 LAYOUTS = {
     "one": ((1,), "replicated"),
-    "replicated 1+1": ((1, 1), "replicated"),
+    "ddp 1+1": ((1, 1), "ddp"),
     "flat 1+1": ((1, 1), "flat"),
     "node 1+2": ((1, 2), "node"),
     "node 2+2": ((2, 2), "node"),
@@ -39,8 +39,8 @@ MOVES = [
     ("node 2+2", "flat 1+1"),
     ("flat 1+1", "node 1+2"),
     ("node 1+2", "hybrid 2+2"),
-    ("hybrid 2+2", "replicated 1+1"),
-    ("replicated 1+1", "flat 2+2"),
+    ("hybrid 2+2", "ddp 1+1"),
+    ("ddp 1+1", "flat 2+2"),
     ("flat 2+2", "one"),
     ("one", "flat 1+1"),
     ("node 2+2", "node 1+2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import zlib
 
@@ -50,7 +51,10 @@ def test_safetensors_reads_what_the_writer_wrote(tmp_path_factory, layout):
     writer = write(path, tensors, {"format": "pt"})
     data = path.read_bytes()
     assert (writer.size, writer.crc32) == (len(data), zlib.crc32(data))
-    assert int.from_bytes(data[:8], "little") % 8 == 0
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert all(header[name]["data_offsets"][0] % value.itemsize == 0 for name, value in tensors.items())
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
     assert all(same_bits(loaded[name], value) for name, value in tensors.items())
