@@ -304,7 +304,9 @@ def training_function(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
 
             tokens = (batch["labels"][:, 1:] != -100).sum().double()  # the model predicts all but the first
-            loss_sum += torch.stack([loss.detach().double() * tokens, tokens])
+            # The mean over no token is NaN, and counts for nothing.
+            token_loss = torch.where(tokens > 0, loss.detach().double() * tokens, 0.0)
+            loss_sum += torch.stack([token_loss, tokens])
             if accelerator.sync_gradients:
                 total_loss, total_tokens = accelerator.reduce(loss_sum, reduction="sum").tolist()
                 losses.append(total_loss / total_tokens)
