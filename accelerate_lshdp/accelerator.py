@@ -13,9 +13,11 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp import data
+from accelerate_lshdp.backend import prepare_environment
 from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
 from accelerate_lshdp.collecting import Collecting
+from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.placement import Placement
@@ -28,7 +30,7 @@ from accelerate_lshdp.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
-from accelerate_lshdp.settings import prepare_environment, refuse_other_engines, resolve_plan
+from accelerate_lshdp.settings import refuse_other_engines, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
@@ -65,6 +67,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     ) -> None:
         if prepare_environment():
             kwargs.setdefault("cpu", True)
+        os.environ.pop(
+            "ACCELERATE_USE_FSDP", None
+        )  # on GPUs: of a config file for FSDP, whose plugin has no part here
         error: Exception | None = None
         try:
             refuse_other_engines(kwargs)
@@ -156,6 +161,15 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     def step_statistics(self) -> StepStatistics | None:
         """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
         return self._timer.statistics()
+
+    @property
+    def batch_place(self) -> MicroBatchPlace | None:
+        """Where the batch that is being worked on stands in its epoch, global batch and optimizer step.
+
+        ``samples`` are those of this rank that count (0 for a repeated one), ``total_samples`` those of all ranks. None
+        before the first training batch, and for batches of no prepared loader.
+        """
+        return self._tracker.current
 
     # Evaluation
 

@@ -182,8 +182,9 @@ class Checkpointing(_Base):
         if any(scheduler.step_with_optimizer for scheduler in self._schedulers):
             logger.warning(
                 f"the checkpoint was saved by {loaded.world_size} ranks, this run has {self.num_processes}: a "
-                "scheduler is stepped once a rank in every optimizer step, so it goes on at another place of its schedule. Use "
-                "step_scheduler_with_optimizer=False and call scheduler.step() once a step to be independent of that"
+                "scheduler is stepped once a rank in every optimizer step, so it goes on at another place of its "
+                "schedule. Use step_scheduler_with_optimizer=False and call scheduler.step() once a step to be "
+                "independent of that"
             )
 
     def _numbered_folder(self) -> Path:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from accelerate_lshdp import data
@@ -41,6 +42,11 @@ class Preparing(_Base):
         model = self._settle_batch_norm(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.policies.is_sharded:
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                raise ValueError(
+                    f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported with strategy "
+                    f"{self.strategy}; leave it out, or use strategy ddp"
+                )
             if not self.policies.strategy.is_offloaded:
                 model = model.to(self.device)
             self._models.append(model)

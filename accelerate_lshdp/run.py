@@ -22,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 from typing import Any
 
+from accelerate_lshdp.backend import prepare_environment
 from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, PlanError) as error:
         print(f"accelerate_lshdp.run: {error}", file=sys.stderr)
         sys.exit(_USAGE_ERROR)
-    use_cpu_where_there_is_no_accelerator()
+    prepare_environment()
     replace_accelerator()
     try:
         if arguments.module:
@@ -77,32 +78,6 @@ def use_plan(path: str) -> None:
     """
     Plan.load(path)
     os.environ[PLAN_VARIABLE] = os.path.abspath(path)
-
-
-def use_cpu_where_there_is_no_accelerator() -> None:
-    """Sets what ranks on CPUs need before the first accelerate state exists; changes nothing on a GPU node.
-
-    accelerate has no launcher for several CPU processes on a node but FSDP's (see ``commands/config.py``), which does
-    not tell the processes that they are on CPUs: without this they would not form a group at all.
-    """
-    asked_for = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on", "t", "y")
-    if asked_for or not has_accelerator(several_ranks="LOCAL_RANK" in os.environ):
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        # Only the launcher needed it. transformers would take it for FSDP and leave the weights of all ranks but the
-        # first empty in from_pretrained.
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
-
-
-def has_accelerator(*, several_ranks: bool) -> bool:
-    """Whether torch has a device other than the CPU on which one rank, or several together, can train."""
-    import torch
-
-    if torch.backends.cuda.is_built():
-        # Counted without initialising CUDA, so that a script may still set CUDA_VISIBLE_DEVICES.
-        return torch.cuda.device_count() > 0
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # MPS has no collectives: several ranks on a Mac train on its CPU.
-    return accelerator is not None and not (several_ranks and accelerator.type == "mps")
 
 
 def replace_accelerator() -> None:

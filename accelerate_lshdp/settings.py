@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from accelerate_lshdp.plan import Plan
 from accelerate_lshdp.plugin import LSDPPlugin
 
@@ -74,19 +72,3 @@ def refuse_other_engines(keywords: dict[str, Any]) -> None:
             f"{' and '.join(_OTHER_ENGINES[name] for name in configured)} is switched on by {', '.join(configured)}; "
             "LSHDPAccelerator cannot share a model with it. Use a config file of `accelerate-lshdp config`"
         )
-
-
-def prepare_environment() -> bool:
-    """Makes accelerate start the backend that this machine needs; to be called before any accelerate state exists.
-
-    Several CPU processes can only be launched as ``distributed_type: FSDP`` with ``use_cpu``; the variable
-    ``ACCELERATE_USE_FSDP`` that comes with it would make accelerate build a plugin that is not used.
-
-    Returns:
-        Whether training runs on the CPU because there is no accelerator device.
-    """
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-    on_cpu = not torch.accelerator.is_available() and "LOCAL_RANK" in os.environ
-    if on_cpu:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    return on_cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,13 @@ class Stepping(_Base):
         prepared = PreparedModel.of(model)
         if prepared is not None:
             prepared.synchronise_next = True
+        yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing: with prepared loaders all ranks make the same number of steps."""
+        if even_batches is not None:
+            warnings.warn("join_uneven_inputs(even_batches=...) has no effect with LSHDPAccelerator", stacklevel=3)
         yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_lshdp import Plan, run
+from accelerate_lshdp import Plan, backend, run
 
 
 TIMEOUT_SECONDS = 60
@@ -78,7 +78,7 @@ def _python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[st
 def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves accelerate in the test process as it is, where only the running of scripts is tested."""
     monkeypatch.setattr(run, "replace_accelerator", lambda: None)
-    monkeypatch.setattr(run, "use_cpu_where_there_is_no_accelerator", lambda: None)
+    monkeypatch.setattr(run, "prepare_environment", lambda: False)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -187,20 +187,20 @@ def test_bad_input_is_one_line(
 def test_cpu_is_forced_only_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: True)
-    run.use_cpu_where_there_is_no_accelerator()
+    monkeypatch.setattr(backend, "has_accelerator", lambda several_ranks: True)
+    backend.prepare_environment()
     assert "ACCELERATE_USE_CPU" not in os.environ and os.environ["ACCELERATE_USE_FSDP"] == "true"
 
-    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: False)
-    run.use_cpu_where_there_is_no_accelerator()
+    monkeypatch.setattr(backend, "has_accelerator", lambda several_ranks: False)
+    backend.prepare_environment()
     assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_USE_FSDP" not in os.environ
 
 
 def test_cpu_that_was_asked_for_is_kept_on_a_gpu_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setattr(run, "has_accelerator", lambda several_ranks: True)
-    run.use_cpu_where_there_is_no_accelerator()
+    monkeypatch.setattr(backend, "has_accelerator", lambda several_ranks: True)
+    backend.prepare_environment()
     assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_USE_FSDP" not in os.environ
 
 

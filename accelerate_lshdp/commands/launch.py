@@ -213,7 +213,7 @@ def _usable_cores() -> int:
 
 
 def _local_device() -> str:
-    from accelerate_lshdp.run import has_accelerator
+    from accelerate_lshdp.backend import has_accelerator
 
     return "gpu" if has_accelerator(several_ranks=True) else "cpu"
 

@@ -121,12 +121,6 @@ def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
             tensor.copy_(staged)
 
 
-def broadcast_buffers(model: nn.Module) -> None:
-    """Makes buffers of all ranks those of rank 0 (collective), so that what is saved does not depend on the node."""
-    for _, buffer in model.named_buffers():
-        dist.broadcast(buffer, src=0)
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, tied ones once, contiguous."""
     for name, parameter in model.named_parameters():

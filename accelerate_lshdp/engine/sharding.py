@@ -141,9 +141,10 @@ class ShardedModel(PreparedModel):
                 module.set_custom_reduce_scatter(TimedReduceScatter(self.clock, dtype=wire_dtype))
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
         self.module.set_reduce_scatter_unused_params(True)
+        # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
+        stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
         for number, unit in enumerate(self._units):
             if self._reductions is not None:
-                stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
                 unit.module.set_all_reduce_hook(self._reduce_hook(number, unit), stream=stream)
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))

@@ -1,0 +1,36 @@
+"""Which backend this process should train on, told to accelerate before any of its state exists."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def has_accelerator(*, several_ranks: bool) -> bool:
+    """Whether torch has a device other than the CPU on which one rank, or several together, can train."""
+    if torch.backends.cuda.is_built():
+        # Counted without initialising CUDA, so that a script may still set CUDA_VISIBLE_DEVICES.
+        return torch.cuda.device_count() > 0
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # MPS has no collectives: several ranks on a Mac train on its CPU.
+    return accelerator is not None and not (several_ranks and accelerator.type == "mps")
+
+
+def prepare_environment() -> bool:
+    """Sets what a run needs before the first accelerate state exists.
+
+    accelerate has no launcher for several CPU processes on a node but FSDP's (see ``commands/config.py``), which does
+    not tell the processes that they are on CPUs: without this they would not form a group at all. The variable
+    ``ACCELERATE_USE_FSDP`` that comes with it is dropped: accelerate would build a plugin that is not used, and
+    transformers would leave the weights of all ranks but the first empty in ``from_pretrained``.
+
+    Returns:
+        Whether training runs on the CPU.
+    """
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "on", "t", "y")
+    on_cpu = on_cpu or not has_accelerator(several_ranks="LOCAL_RANK" in os.environ)
+    if on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    return on_cpu
