@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
-CHECKED := accelerate_lshdp recipes tests benchmarks
+CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks)
 
 .PHONY: quickstart test test-slow quality style clean
 

@@ -67,9 +67,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     ) -> None:
         if prepare_environment():
             kwargs.setdefault("cpu", True)
-        os.environ.pop(
-            "ACCELERATE_USE_FSDP", None
-        )  # on GPUs: of a config file for FSDP, whose plugin has no part here
+        # On GPUs this is left of a config file for FSDP; its plugin has no part here.
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
         error: Exception | None = None
         try:
             refuse_other_engines(kwargs)
@@ -149,9 +148,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         dist.all_gather_object(everyone, digest)
         if len(set(everyone)) > 1:
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone))
-            raise RuntimeError(
-                f"the ranks do not agree on {what}. {found}. Give every node the same files and options"
-            )
+            raise RuntimeError(f"the ranks do not agree on {what}. {found}. Give all nodes the same files and options")
 
     @property
     def strategy(self) -> Strategy:
@@ -166,8 +163,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     def batch_place(self) -> MicroBatchPlace | None:
         """Where the batch that is being worked on stands in its epoch, global batch and optimizer step.
 
-        ``samples`` are those of this rank that count (0 for a repeated one), ``total_samples`` those of all ranks. None
-        before the first training batch, and for batches of no prepared loader.
+        ``samples`` are those of this rank that count (0 for a repeated one), ``total_samples`` those of all ranks.
+        None before the first training batch, and for batches of no prepared loader.
         """
         return self._tracker.current
 

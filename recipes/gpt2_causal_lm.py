@@ -303,7 +303,7 @@ def training_function(args: argparse.Namespace) -> None:
                 lr_scheduler.step()
                 optimizer.zero_grad()
 
-            tokens = (batch["labels"][:, 1:] != -100).sum().double()  # the model predicts all but the first
+            tokens = torch.tensor(float(accelerator.batch_place.tokens), dtype=torch.float64, device=loss.device)
             # The mean over no token is NaN, and counts for nothing.
             token_loss = torch.where(tokens > 0, loss.detach().double() * tokens, 0.0)
             loss_sum += torch.stack([token_loss, tokens])

@@ -273,7 +273,8 @@ def training_function(args: argparse.Namespace) -> None:
                 lr_scheduler.step()
                 optimizer.zero_grad()
 
-            samples = len(batch["labels"])
+            # Not len(batch): a rank left without a sample repeats one, which does not count.
+            samples = accelerator.batch_place.samples
             loss_sum += torch.stack([loss.detach().double() * samples, torch.full_like(loss_sum[0], samples)])
             if accelerator.sync_gradients:
                 total_loss, total_samples = accelerator.reduce(loss_sum, reduction="sum").tolist()

@@ -79,22 +79,27 @@ class Topology:
         Raises:
             TopologyError: if what the ranks were told does not describe whole nodes of contiguous ranks.
         """
-        override = environ.get(NODES_VARIABLE)
-        if override is not None:
-            sizes = _parse_sizes(override)
-            if sum(sizes) != world_size:
-                raise TopologyError(
-                    f"{NODES_VARIABLE}={override!r} describes {sum(sizes)} ranks, but {world_size} were launched; "
-                    "correct it or leave it unset"
-                )
-            return cls(rank, sizes)
-        if world_size == 1:
-            return cls(rank, (1,))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-        told = (int(environ.get("GROUP_RANK", rank // local_size)), int(environ.get("LOCAL_RANK", -1)), local_size)
+        node, local_rank = int(environ.get("GROUP_RANK", rank // local_size)), int(environ.get("LOCAL_RANK", -1))
+        told = (environ.get(NODES_VARIABLE), node, local_rank, local_size)
         everyone = [told] * world_size
-        dist.all_gather_object(everyone, told)
-        return cls(rank, _node_sizes(everyone))
+        if world_size > 1:
+            # Judged only after everybody has told, so that all ranks come to the same end.
+            dist.all_gather_object(everyone, told)
+        overrides = {override for override, *_ in everyone}
+        if overrides == {None}:
+            return cls(rank, _node_sizes([place for _, *place in everyone]) if world_size > 1 else (1,))
+        if len(overrides) > 1:
+            raise TopologyError(
+                f"{NODES_VARIABLE} differs between ranks: {sorted(map(str, overrides))}; set one value"
+            )
+        sizes = _parse_sizes(overrides.pop())
+        if sum(sizes) != world_size:
+            raise TopologyError(
+                f"{NODES_VARIABLE} describes {sum(sizes)} ranks on nodes {list(sizes)}, but {world_size} were "
+                "launched; correct it or leave it unset"
+            )
+        return cls(rank, sizes)
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
         raise TopologyError(f"{NODES_VARIABLE}={text!r} should be ranks per node, such as 1,2") from None
 
 
-def _node_sizes(told: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+def _node_sizes(told: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Ranks per node from each rank's (node, local rank, ranks on the node); checks that they agree."""
     sizes: list[int] = []
     rank = 0
