@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._tracker = BatchTracker()
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
-        self._new_parameters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
         self._evaluation_depth = 0
         self._window_tokens: float | None = None
         options = self.lsdp_plugin

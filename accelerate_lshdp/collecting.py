@@ -30,7 +30,9 @@ class Collecting(_Base):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers, without the samples that were only repeated to give every rank a batch."""
         place = self._tracker.current
-        if self._tracker.in_evaluation_pass or place is None or self.num_processes == 1:
+        loader = self.gradient_state.active_dataloader
+        trains = self._tracker.accumulating or (loader is not None and not getattr(loader, "is_evaluating", True))
+        if not trains or place is None or self.num_processes == 1:
             return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
         if not use_gather_object and _holds_tensors_only(input_data):
             if place.samples == 0:

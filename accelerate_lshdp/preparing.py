@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,8 @@ class Preparing(_Base):
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:
-                self._new_parameters[id(parameter)] = (parameter, after[name])
+                # Weakly: an optimizer that still has to follow keeps it; nothing else should keep a full copy alive.
+                self._new_parameters[id(parameter)] = (weakref.ref(parameter), after[name])
         self._prepared.append(prepared)
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
@@ -101,7 +103,7 @@ class Preparing(_Base):
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 replaced = self._new_parameters.get(id(parameter))
-                if replaced is None or replaced[0] is not parameter:
+                if replaced is None or replaced[0]() is not parameter:
                     continue
                 if optimizer.state.get(parameter):
                     raise ValueError(

@@ -9,6 +9,7 @@ All collectives sum; the loss carries each rank's weight. So FSDP2 is told to di
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,8 @@ class ShardedModel(PreparedModel):
         self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
         self._configure(device, wire_dtype)
         self._synchronise = False
+        self._overlaps = True
+        self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
         self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
 
@@ -154,6 +157,8 @@ class ShardedModel(PreparedModel):
         watched: set[int] = set()
 
         def before_forward(module: nn.Module, args: tuple) -> None:
+            if torch.is_grad_enabled() and not self.in_backward:
+                self._forwards[id(module)] += 1
             if len(watched) == len(unit.indices):
                 return
             groups = unit.module._get_fsdp_state()._fsdp_param_groups
@@ -172,6 +177,10 @@ class ShardedModel(PreparedModel):
     def begin_backward(self, synchronise: bool) -> None:
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
+        # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
+        # a reduction between nodes is under way: with several forwards everything is summed on the node first.
+        self._overlaps = max(self._forwards.values(), default=0) <= 1
+        self._forwards.clear()
         if all(parameter.grad is None for parameter in self._parameters):
             self._earlier.clear()  # zero_grad has dropped what these were to be added to
         if self.policies.strategy.is_world_sharded:
@@ -180,7 +189,8 @@ class ShardedModel(PreparedModel):
             if self.policies.gather_once_a_step:
                 self.module.set_reshard_after_backward(synchronise)
         elif synchronise and self._holds_local:
-            self._set_aside_local()
+            if self._overlaps:
+                self._set_aside_local()
         elif not self._holds_local:
             self._set_aside_final()
 
@@ -206,7 +216,7 @@ class ShardedModel(PreparedModel):
         gradient_dtype = unit.parameters[0].dtype
 
         def reduce_between_nodes(buffer: torch.Tensor) -> None:
-            if not self._synchronise:
+            if not (self._synchronise and self._overlaps):
                 return
             self._add_local(unit, buffer)
             if buffer.device.type == "cpu" and buffer.dtype == gradient_dtype:
@@ -231,6 +241,8 @@ class ShardedModel(PreparedModel):
             return
         self._synchronise = False
         if self._reductions is not None:
+            if not self._overlaps:
+                self._set_aside_local()
             skipped = {number: self._stand_in(self._units[number]) for number in self._reductions.missing()}
             for number, buffer in skipped.items():
                 self._reductions.ready(number, buffer)
@@ -240,6 +252,7 @@ class ShardedModel(PreparedModel):
         else:
             for unit in self._units:
                 self._deliver_local(unit)
+        self._holds_local = False
         self._give_back_final()
 
     def _give_back_final(self) -> None:
