@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from training_cases import CASES, collate, freeze, make_optimizer, reference_run, relative_error
@@ -54,6 +55,14 @@ class Setting:
         return "_".join(parts)
 
 
+def prepared(plan: Plan, model: nn.Module, dataset, batch_size: int = 2, plugin: LSDPPlugin | None = None, **options):
+    """An accelerator with the model, an optimizer and a loader prepared by it."""
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=plugin, **options)
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -88,9 +97,7 @@ def train(setting: Setting) -> tuple[float, float]:
     if setting.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
-    loader = DataLoader(
-        case.dataset(count, dtype), batch_size=2, collate_fn=collate, num_workers=setting.num_workers
-    )
+    loader = DataLoader(case.dataset(count, dtype), batch_size=2, collate_fn=collate, num_workers=setting.num_workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     first: dict[str, torch.Tensor] = {}
     model.train()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import full
-from test_semantics import prepared
+from exactness import full, prepared
 from torch import nn
 from torch.utils.data import DataLoader
 from training_cases import collate, make_optimizer, relative_error

@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from exactness import full
-from torch import nn
-from torch.utils.data import DataLoader
+from exactness import full, prepared
 from training_cases import CASES, collate, make_optimizer, reference_run, relative_error, text_dataset, tiny_gpt2
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-
-
-def prepared(plan: Plan, model: nn.Module, dataset, batch_size: int = 2, plugin: LSDPPlugin | None = None, **options):
-    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=plugin, **options)
-    optimizer = make_optimizer(model, 1e-2, 0.0)
-    loader = DataLoader(dataset, batch_size=batch_size, collate_fn=collate)
-    return accelerator, *accelerator.prepare(model, optimizer, loader)
 
 
 # Evaluation passes (4.4)
