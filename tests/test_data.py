@@ -268,12 +268,12 @@ def test_no_sample_is_read_before_the_batch_before_it_is_trained_on():
 
 
 def test_tokens_of_a_step_are_known_at_its_first_batch_and_batches_are_told_when_yielded():
-    # 17 samples of 1..17 tokens; rank 1 of [(2, 2), (1, 2)] repeats one in the last global batch.
+    # 17 samples of 1..17 tokens; the last global batch has one sample, which the other three micro-batches repeat.
     def count(batch: torch.Tensor) -> int:
         return int((batch + 1).sum())
 
     loaders = prepare(
-        lambda: DataLoader(Logged(), batch_size=1), [(2, 2), (1, 2)], context={"g": 2, "token_counter": count}
+        lambda: DataLoader(Logged(), batch_size=1), [(2, 2), (2, 2)], context={"g": 2, "token_counter": count}
     )
     for loader in loaders:
         context = loader._context

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_lshdp.data import skip_first_batches
 from accelerate_lshdp.data_stream import hash_samples
 
 
@@ -127,6 +128,8 @@ def test_only_this_ranks_micro_batches_are_collated():
 
     _, loader = prepare(lambda: DataLoader(Stream(12), batch_size=4, collate_fn=collate), [4, (1, 2)])
     assert [batch.tolist() for batch, _ in read(loader)] == collated == [[4], [5], [10], [11]]
+    collated.clear()
+    assert [batch.tolist() for batch, _ in read(skip_first_batches(loader, 2))] == collated == [[10], [11]]
 
 
 def test_token_windows_of_a_stream():
