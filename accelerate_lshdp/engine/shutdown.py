@@ -1,9 +1,10 @@
 """A clean end of the process.
 
-gloo's worker threads can drop the last reference to a finished collective after the interpreter began to shut down,
-and then end the process with SIGABRT, ``terminate called without an active exception`` (pytorch issue 190489). Neither
-a barrier nor ``destroy_process_group`` alone cures it. What does: before the interpreter goes, collect garbage so that
-no model or mesh keeps a group, destroy the groups, and wait a moment for gloo's threads to finish.
+gloo's worker threads can drop the last reference to a finished collective after the interpreter began to shut down.
+They then ask for an interpreter that is gone, and the process ends with SIGABRT, ``terminate called without an active
+exception`` (pytorch issue 190489). Neither a barrier nor ``destroy_process_group`` cures it, because models and meshes
+keep a destroyed group and its threads. What does: before the interpreter goes, collect garbage, destroy the groups and
+let go of the interpreter until gloo's threads have nothing left to do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import torch.distributed as dist
 
 _GLOO_THREAD_PREFIX = "pt_gloo"
 _POLL_SECONDS = 0.005
-_LONGEST_WAIT_SECONDS = 0.1
+#: Polls in a row in which no thread had work. One would do; more cost nothing.
+_IDLE_POLLS = 3
+_LONGEST_WAIT_SECONDS = 10.0
+#: Where threads cannot be watched.
+_BLIND_WAIT_SECONDS = 0.1
+_TASKS = Path("/proc/self/task")
 _registered = False
 
 
@@ -31,26 +37,39 @@ def install_clean_exit() -> None:
 
 
 def shut_down() -> None:
-    """Ends distributed communication of this process; does nothing if there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """Ends distributed communication of this process, if the script has not done so, and waits for gloo's threads."""
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+        gc.collect()
+    _wait_for_gloo()
+
+
+def _wait_for_gloo() -> None:
+    """Sleeps, which lets other threads have the interpreter, until gloo's threads are gone or idle."""
+    if not _TASKS.is_dir():
+        time.sleep(_BLIND_WAIT_SECONDS)
         return
-    gc.collect()
-    dist.destroy_process_group()
-    gc.collect()
     deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-    # Sleeping releases the GIL, which the worker threads need in order to drop what they hold.
-    while _gloo_threads() and time.monotonic() < deadline:
+    idle = 0
+    while idle < _IDLE_POLLS and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+        states = _states_of_gloo_threads()
+        if not states:
+            return
+        # A thread that wants the interpreter is made runnable when the sleep gives it away, and stays so until it has
+        # had it: one that sleeps now waits for work.
+        idle = idle + 1 if set(states) == {"S"} else 0
 
 
-def _gloo_threads() -> list[str]:
-    """Names of this process's gloo threads; empty where /proc does not exist (then there is nothing to wait on)."""
-    names = []
-    for comm in Path("/proc/self/task").glob("*/comm"):
+def _states_of_gloo_threads() -> list[str]:
+    """What the kernel says of each gloo worker thread: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
+    states = []
+    for task in _TASKS.iterdir():
         try:
-            name = comm.read_text().strip()
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # the thread ended between listing and reading
             continue
         if name.startswith(_GLOO_THREAD_PREFIX):
-            names.append(name)
-    return names
+            states.append(rest.split()[0])
+    return states
