@@ -1,0 +1,236 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What each of the two ranks of ``accelerate-lshdp quickstart`` does: measure, plan, train twice, report.
+
+Both runs are trained in one launch and take turns, epoch by epoch, so that whatever else the machine does meanwhile
+slows both of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.commands.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
+from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total, verify_certificate
+from accelerate_lshdp.profiling import MicroBatchTrainer, Slowdown, measure_time_curve, probe_sizes, write_profiles
+
+
+SLOWED_RANK = 1
+MEASURING_SECONDS = 12.0
+LEARNING_RATE = 5e-4
+EVALUATION_BATCH_SIZE = 32
+# Without dropout, so that two runs on the same samples draw the same loss curve. The four patches of a digit are its
+# quarters: smaller ones learn much more slowly from 1,500 images.
+MODEL = {
+    "image_size": IMAGE_SIZE,
+    "patch_size": 16,
+    "num_channels": 1,
+    "hidden_size": 160,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "intermediate_size": 640,
+    "num_labels": 10,
+}
+# Two ranks that share a node's copy of the parameters meet whenever a unit is gathered or reduced. This model is so
+# small that it is best as one unit, which stays gathered between forward and backward.
+PLACEMENT = {"units": ("ViTModel",), "reshard_after_forward": False}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """One rank of the quickstart; rank 0 writes ``lshdp_plan.json`` and ``results.json``."""
+    arguments = _parse(argv)
+    # It says that the plan's batch sizes replace the loaders', which is the point here and is shown anyway.
+    logging.getLogger("accelerate_lshdp.data_loader").setLevel(logging.ERROR)
+    # Written by torch at each rank's first all-gather; it concerns the engine, not the reader of this output.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    train_images, held_out = load_digit_images()
+    world = 2
+    equal_plan = Plan.from_batch_sizes([arguments.total_batch_size // world] * world, strategy="ddp")
+    accelerator = LSHDPAccelerator(plan=equal_plan)
+    slowdown = arguments.slowdown if accelerator.process_index == SLOWED_RANK else 1.0
+
+    with _progress(accelerator.is_main_process) as advance_to:
+        profiles = _measure(accelerator, train_images, arguments, slowdown, advance_to)
+        sizes = plan_fixed_total(profiles, arguments.total_batch_size)
+        verify_certificate(profiles, sizes.certificate)
+        plan = _make_plan(profiles, sizes, arguments.slowdown)
+
+        planned = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(**PLACEMENT))
+        runs = {
+            "ddp_equal": _Run.begin(accelerator, train_images, held_out, arguments.seed, slowdown),
+            "lshdp": _Run.begin(planned, train_images, held_out, arguments.seed, slowdown),
+        }
+        while any(len(run.losses) < arguments.steps for run in runs.values()):
+            for run in runs.values():
+                for _ in run.train_epoch(arguments.steps):
+                    done = sum(len(run.losses) for run in runs.values())
+                    advance_to("training with equal and with planned batches", done, arguments.steps * len(runs))
+        results = {name: run.results(arguments.slowdown) for name, run in runs.items()}
+
+    if accelerator.is_main_process:
+        plan.save(arguments.output_dir / "lshdp_plan.json")
+        text = json.dumps(results, indent=2, allow_nan=False) + "\n"
+        (arguments.output_dir / "results.json").write_text(text, encoding="utf-8")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="accelerate_lshdp.commands.quickstart_worker")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--slowdown", type=float, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--total-batch-size", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    return parser.parse_args(argv)
+
+
+def build_model(seed: int, slowdown: float) -> nn.Module:
+    """The quickstart's small ViT, the same for the same seed, whose pieces this rank works on at its emulated speed.
+
+    All that computes is one of the pieces, but for the loss.
+    """
+    from transformers import ViTConfig, ViTForImageClassification
+
+    set_seed(seed)
+    model = ViTForImageClassification(ViTConfig(**MODEL)).train()
+    if slowdown > 1:
+        Slowdown([model.vit.embeddings, *model.vit.layers, model.vit.layernorm, model.classifier], slowdown)
+    return model
+
+
+def _measure(
+    accelerator: LSHDPAccelerator,
+    images: DigitImages,
+    arguments: argparse.Namespace,
+    slowdown: float,
+    advance_to: Callable[[str, float, float], None],
+) -> list[RankProfile]:
+    """The profiles of both ranks, the same list on both of them."""
+    largest = arguments.total_batch_size - 1  # the other rank has at least one sample
+    trainer = MicroBatchTrainer(build_model(arguments.seed, slowdown), images.first(largest))
+    accelerator.wait_for_everyone()
+    curve = measure_time_curve(
+        trainer,
+        probe_sizes(largest),
+        seconds=MEASURING_SECONDS,
+        device=accelerator.device,
+        on_round=lambda spent: advance_to("measuring both ranks", spent, MEASURING_SECONDS),
+    )
+    return gather_object([RankProfile(curve, largest)])
+
+
+def _make_plan(profiles: list[RankProfile], sizes: BatchSizes, slowdown: float) -> Plan:
+    slowest = max(sizes.rank_seconds)
+    return Plan.from_batch_sizes(
+        sizes.batch_sizes,
+        strategy="lsdp",
+        profile={**write_profiles(profiles), "emulation": {"rank": SLOWED_RANK, "slowdown": slowdown}},
+        predicted={
+            "step_seconds": sizes.step_seconds,
+            "compute_seconds": sizes.rank_seconds,
+            "idle_fraction": 1 - sum(sizes.rank_seconds) / len(sizes.rank_seconds) / slowest,
+        },
+        certificate=sizes.certificate,
+    )
+
+
+@dataclass
+class _Run:
+    """One of the two trainings: an ordinary accelerate script, whose plan decides how it is divided."""
+
+    accelerator: LSHDPAccelerator
+    model: nn.Module
+    optimizer: Any
+    train_loader: Any
+    held_out_loader: Any
+    losses: list[torch.Tensor] = field(default_factory=list)  # of this rank, summed over its samples
+
+    @classmethod
+    def begin(
+        cls, accelerator: LSHDPAccelerator, train: DigitImages, held_out: DigitImages, seed: int, slowdown: float
+    ) -> _Run:
+        model = build_model(seed, slowdown)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        own_batch_size = accelerator.plan.total_batch_size // accelerator.num_processes
+        train_loader = DataLoader(train, batch_size=own_batch_size, shuffle=True, drop_last=True)
+        held_out_loader = DataLoader(held_out, batch_size=EVALUATION_BATCH_SIZE)
+        set_seed(seed)  # decides the order of the samples
+        return cls(accelerator, *accelerator.prepare(model, optimizer, train_loader, held_out_loader))
+
+    def train_epoch(self, most_steps: int) -> Iterator[None]:
+        """Trains for an epoch, or up to ``most_steps`` steps in all; yields after each."""
+        if len(self.losses) >= most_steps:
+            return
+        self.model.train()
+        for batch in self.train_loader:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.detach().double() * len(batch["labels"]))
+            yield
+            if len(self.losses) >= most_steps:
+                return
+
+    def results(self, slowdown: float) -> dict[str, Any]:
+        """What ``results.json`` says of this run (collective)."""
+        plan, statistics = self.accelerator.plan, self.accelerator.step_statistics
+        losses = self.accelerator.reduce(torch.stack(self.losses), reduction="sum") / plan.total_batch_size
+        return {
+            "strategy": str(plan.strategy),
+            "batch_sizes": plan.batch_sizes,
+            "step_seconds": statistics.seconds,
+            "idle_fraction": statistics.idle_fraction,
+            "samples_per_second": statistics.samples_per_second,
+            "compute_seconds": list(statistics.compute_seconds),
+            "wait_seconds": list(statistics.wait_seconds),
+            "losses": losses.tolist(),
+            "accuracy": self._accuracy(),
+            "emulation": {"rank": SLOWED_RANK, "slowdown": slowdown},
+        }
+
+    def _accuracy(self) -> float:
+        """The share of the held-out images that the model reads correctly."""
+        self.model.eval()
+        correct = []
+        for batch in self.held_out_loader:
+            with torch.no_grad():
+                predictions = self.model(pixel_values=batch["pixel_values"]).logits.argmax(dim=-1)
+            correct.append(self.accelerator.gather_for_metrics(predictions == batch["labels"]))
+        return torch.cat(correct).double().mean().item()
+
+
+@contextlib.contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[str, float, float], None]]:
+    """A function that shows how far a phase is: its name, what is done and the total."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not shown) as progress:
+        tasks: dict[str, Any] = {}
+
+        def advance_to(phase: str, done: float, total: float) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=min(done, total))
+
+        yield advance_to
+
+
+if __name__ == "__main__":
+    main()
