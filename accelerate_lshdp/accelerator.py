@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp import data
-from accelerate_lshdp.backend import prepare_environment
+from accelerate_lshdp.backend import prepare_environment, refuse_lonely_state
 from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
 from accelerate_lshdp.collecting import Collecting
@@ -31,7 +31,7 @@ from accelerate_lshdp.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
-from accelerate_lshdp.settings import refuse_other_engines, resolve_plan
+from accelerate_lshdp.settings import refuse_other_engines, resolve_plan, switch_off_other_engines
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
@@ -70,6 +70,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             kwargs.setdefault("cpu", True)
         # On GPUs this is left of a config file for FSDP; its plugin has no part here.
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+        refuse_lonely_state()
         error: Exception | None = None
         try:
             refuse_other_engines(kwargs)
@@ -77,13 +78,16 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             self._choose_precision(kwargs)
         except (ValueError, OSError) as found:
             error = found
+            # Only to meet the other ranks and to raise there.
             kwargs = {name: kwargs[name] for name in ("cpu", "kwargs_handlers") if name in kwargs}
+            switch_off_other_engines()
         super().__init__(*args, **kwargs)
         install_clean_exit()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint
         self._agree()
-        self._exchange = StepExchange(self.process_index, self.num_processes)
+        counts = [steps for _, steps in self.plan.micro_batches or ()]
+        self._exchange = StepExchange(self.process_index, self.num_processes, counts if len(set(counts)) > 1 else None)
         self._clock = WaitClock()
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
@@ -135,8 +139,10 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             error = found
         self._raise_everywhere(error)
         options = self.lsdp_plugin
-        told = f"plan {self.plan.digest()} nodes {self.topology.node_sizes} units {options.units} weighting "
-        told += f"{options.loss_weighting} buckets {options.bucket_megabytes} precision {self.mixed_precision}"
+        sizes = "of its loaders" if self.plan.batch is None else self.plan.batch_sizes
+        told = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
+        told += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
+        told += f"buckets {options.bucket_megabytes}, precision {self.mixed_precision}"
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
         if self.policies.notice:
             logger.warning(self.policies.notice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+from accelerate.state import PartialState
 
 
 def has_accelerator(*, several_ranks: bool) -> bool:
@@ -34,3 +35,18 @@ def prepare_environment() -> bool:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     return on_cpu
+
+
+def refuse_lonely_state() -> None:
+    """Raises RuntimeError if accelerate's state was made before, as one process, although several were launched.
+
+    On CPUs ``PartialState()`` alone forms no group. Every rank would train for itself, without a word.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    known = PartialState._shared_state.get("num_processes", launched)
+    if known == 1 and launched > 1:
+        raise RuntimeError(
+            f"accelerate's state was made before the accelerator and knows of 1 process, but the launcher started "
+            f"WORLD_SIZE={launched}. Create the LSHDPAccelerator first, or PartialState(cpu=True), before anything "
+            "else of accelerate"
+        )

@@ -22,7 +22,7 @@ class Collecting(_Base):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all ranks along the first dimension, whose size may differ between ranks."""
-        self._require_all_at_window_end("gather")
+        self._meet("gather")
         if self.num_processes == 1:
             return super().gather(tensor)
         return gather_unequal(tensor)
@@ -38,34 +38,28 @@ class Collecting(_Base):
             if place.samples == 0:
                 input_data = recursively_apply(lambda tensor: tensor[:0] if tensor.ndim else tensor, input_data)
             return self.gather(input_data)
-        self._require_all_at_window_end("gather_for_metrics")
+        self._meet("gather_for_metrics")
         if place.samples == 0:
             input_data = input_data[:0]
         return gather_object(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        self._require_all_at_window_end("reduce")
+        self._meet("reduce")
         return super().reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        self._require_all_at_window_end("pad_across_processes")
+        self._meet("pad_across_processes")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def _require_all_at_window_end(self, call: str) -> None:
-        """Under unequal numbers of micro-batches ranks meet only at the last one of a step (collective).
+    def wait_for_everyone(self) -> None:
+        self._meet("wait_for_everyone")
+        super().wait_for_everyone()
 
-        Raises:
-            RuntimeError: on all ranks, if one of them is in another micro-batch.
-        """
-        if self.plan.batch is None or len({steps for _, steps in self.plan.micro_batches}) == 1:
-            return
-        if not self._exchange.all_true(not self._tracker.within_window):
-            counts = [steps for _, steps in self.plan.micro_batches]
-            raise RuntimeError(
-                f"{call} was called while some ranks have micro-batches of the step before them. The plan gives ranks "
-                f"different numbers of micro-batches ({counts}), so they meet "
-                "only at the last one: call it under `if accelerator.sync_gradients:`"
-            )
+    def _meet(self, call: str) -> None:
+        """Raises RuntimeError on all ranks if one of them is not in the last micro-batch of its step (collective)."""
+        meeting = self._exchange.meet(call, self._tracker.within_window)
+        if meeting is not None:
+            meeting.require_all()
 
 
 def _holds_tensors_only(data: Any) -> bool:

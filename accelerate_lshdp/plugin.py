@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -29,6 +30,19 @@ def _flag(text: str) -> bool:
     if lowered in ("0", "false", "no", "off"):
         return False
     raise ValueError(f"found {text!r}, expected true or false")
+
+
+def _number(kind: type, name: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"found {text!r}, expected {name}") from None
+
+    return parse
+
+
+_integer, _real = _number(int, "an integer"), _number(float, "a number")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -74,10 +88,10 @@ class LSDPPlugin:
     mixed_precision: str | None = _option(str, None)
     units: tuple[str, ...] | None = _option(_names, None)
     reshard_after_forward: bool | None = _option(_flag, None)
-    prefetch: int | None = _option(int, 1)
+    prefetch: int | None = _option(_integer, 1)
     pin_memory: bool | None = _option(_flag, None)
     communication_dtype: str | None = _option(str, "fp32")
-    bucket_megabytes: float | None = _option(float, 25.0)
+    bucket_megabytes: float | None = _option(_real, 25.0)
     loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.SAMPLE)
     token_counter: Callable[[Any], int] | None = None
     batch_norm: BatchNormMode | str | None = _option(str, BatchNormMode.ERROR)
@@ -104,7 +118,9 @@ class LSDPPlugin:
         for option in fields(self):
             if values[option.name] is None and option.metadata:
                 values[option.name] = self._from_environment(option)
-        resolved = LSDPPlugin(**values)
+        resolved = copy(self)  # not made anew: its check would take what the environment says for keywords
+        for name, value in values.items():
+            setattr(resolved, name, value)
         resolved._check("the environment")
         return resolved
 

@@ -72,3 +72,9 @@ def refuse_other_engines(keywords: dict[str, Any]) -> None:
             f"{' and '.join(_OTHER_ENGINES[name] for name in configured)} is switched on by {', '.join(configured)}; "
             "LSHDPAccelerator cannot share a model with it. Use a config file of `accelerate-lshdp config`"
         )
+
+
+def switch_off_other_engines() -> None:
+    """Lets accelerate start without the engines that ``refuse_other_engines`` refused, so that ranks can meet."""
+    for name in _OTHER_ENGINES:
+        os.environ.pop(name, None)

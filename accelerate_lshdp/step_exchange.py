@@ -8,31 +8,78 @@ import torch
 import torch.distributed as dist
 
 
+#: Calls in which all ranks take part.
+MEETINGS = ("backward", "gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+
+
+class Meeting:
+    """A call in which all ranks take part, announced on all of them."""
+
+    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int]) -> None:
+        self._work = work
+        self._told = told
+        self._counts = counts
+
+    def require_all(self) -> None:
+        """Waits until all ranks have announced a call.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them has more micro-batches of its step before it.
+        """
+        self._work.wait()
+        early = {rank: MEETINGS[int(call) - 1] for rank, call in enumerate(self._told.tolist()) if call}
+        if early:
+            made = ", ".join(f"{call} (rank {rank})" for rank, call in early.items())
+            raise RuntimeError(
+                f"found {made} in a micro-batch that is not the last one of its step. The plan gives ranks different "
+                f"numbers of micro-batches ({list(self._counts)}), so they all meet in the last one only: call it "
+                "under `if accelerator.sync_gradients:`, and give accumulate() all models that the loss depends on"
+            )
+
+
 class StepExchange:
     """Small sums over all ranks (collective to make and to use).
 
     Args:
         rank: this process's rank.
         world_size: number of ranks; with one rank nothing is sent.
+        counts: micro-batches of a global batch, one entry a rank, if they differ; None: all ranks have as many.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, counts: Sequence[int] | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.counts = counts
         self.group: dist.ProcessGroup | None = None
+        self._meetings: dist.ProcessGroup | None = None
         if world_size > 1:
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
+            if counts is not None:
+                self._meetings = dist.new_group(backend="gloo")
+
+    def meet(self, call: str, within_window: bool) -> Meeting | None:
+        """Announces a call in which all ranks take part; None if they cannot be in different micro-batches.
+
+        Under unequal numbers of micro-batches a rank may make such a call where another one is reducing gradients. The
+        two would be taken for one collective, so every call of both kinds is announced first, on a group of its own.
+        The announcement does not block.
+
+        Args:
+            call: one of ``MEETINGS``.
+            within_window: whether this rank has more micro-batches of the step before it.
+        """
+        if self._meetings is None:
+            return None
+        told = torch.zeros(self.world_size, dtype=torch.float64)
+        told[self.rank] = 1 + MEETINGS.index(call) if within_window else 0
+        return Meeting(dist.all_reduce(told, group=self._meetings, async_op=True), told, self.counts)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks."""
         if self.group is not None:
             dist.all_reduce(values, group=self.group)
         return values
-
-    def all_true(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on every rank."""
-        return int(self.sum(torch.tensor([float(flag)], dtype=torch.float64)).item()) == self.world_size
 
     def after_backward(
         self, compute_seconds: float, wait_seconds: float, usages: Sequence[torch.Tensor]

@@ -91,8 +91,13 @@ class Stepping(_Base):
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:
             prepared.begin_backward(prepared.synchronise_next)
+        meeting = None
+        if any(prepared.synchronise_next for prepared in self._prepared):
+            meeting = self._exchange.meet("backward", self._tracker.within_window)
         try:
             loss.backward(**kwargs)
+            if meeting is not None:
+                meeting.require_all()  # else gradients are waited for that do not come
             took_part = [prepared for prepared in self._prepared if prepared.took_part]
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
             for prepared in self._prepared:
