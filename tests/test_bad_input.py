@@ -331,6 +331,39 @@ def test_collective_where_ranks_do_not_meet(workers, call, strategy, sizes, afte
     same_error(errors, *parts, f"different numbers of micro-batches ({steps})", "if accelerator.sync_gradients:")
 
 
+def collect_where_ranks_meet(strategy: str) -> list[int]:
+    plan = Plan.from_batch_sizes([(2, 3), (1, 1)], strategy=strategy, allow_unequal_accumulation=True)
+    accelerator, model, optimizer, loader = prepared(plan)
+    sizes = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            if accelerator.sync_gradients:
+                sizes.append(len(accelerator.gather_for_metrics(batch[1])))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.reduce(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            accelerator.wait_for_everyone()
+            with accelerator.evaluation():
+                sizes.append(sum(len(accelerator.gather_for_metrics(labels)) for _, labels in loader_of(accelerator)))
+    return sizes
+
+
+def loader_of(accelerator: LSHDPAccelerator) -> DataLoader:
+    return accelerator.prepare(DataLoader(TensorDataset(torch.randn(5, 4), torch.zeros(5)), batch_size=2))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_collectives_where_ranks_meet_are_not_refused(workers, strategy):
+    """24 samples in global batches of 7, whose last micro-batches have 2 and 1; the last batch is short."""
+    first, second = workers(2).run(collect_where_ranks_meet, strategy, nodes=(1, 1), timeout=TIMEOUT_SECONDS)
+    assert first == second
+    assert first[:2] == [3, 5] and len(first) == 8 and first[1::2] == [5] * 4
+
+
 # Preparing
 
 
