@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -84,6 +87,21 @@ def test_a_failed_rank_fails_the_command_with_its_reason(tmp_path: Path) -> None
     assert "these digits are broken" in finished.stderr
     assert "accelerate-lshdp quickstart: training ended with exit code 1" in finished.stderr
     assert list(out.iterdir()) == []
+
+
+def test_terminating_the_command_ends_its_ranks(tmp_path: Path) -> None:
+    command = [BIN / "accelerate-lshdp", "quickstart", "--output-dir", tmp_path / "out"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        started: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(started) < 3 and time.monotonic() < deadline:  # the launcher and two ranks
+            time.sleep(0.2)
+            started = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(40) == 128 + signal.SIGTERM
+    assert len(started) == 3
+    assert psutil.wait_procs(started, timeout=20)[1] == []
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -123,12 +126,26 @@ def _launch(arguments: argparse.Namespace) -> int:
     command += ["-m", "accelerate_lshdp.commands.quickstart_worker"]
     for option in ("output_dir", "slowdown", "steps", "total_batch_size", "seed"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    with subprocess.Popen(command, env=_environment()) as process:
+    with _termination_as_exit(), subprocess.Popen(command, env=_environment()) as process:
         try:
             return _shell_code(process.wait())
         except BaseException:
-            process.terminate()  # an interrupt of the terminal reaches it too; it ends its ranks
+            process.terminate()  # it ends its ranks; an interrupt of the terminal has reached it already
             raise
+
+
+@contextmanager
+def _termination_as_exit() -> Iterator[None]:
+    """Lets SIGTERM end this process by an exception, so that no rank goes on without it."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(_shell_code(-number))
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _environment() -> dict[str, str]:
