@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.engine import collectives
 
 
 TOLERANCE = 0.02  # the ranks also tell each other a few numbers in each step
@@ -19,25 +20,30 @@ TOLERANCE = 0.02  # the ranks also tell each other a few numbers in each step
 class PayloadCounter:
     """Adds up the bytes of the tensors given to collectives, by kind; the step's small exchanges too."""
 
-    PAYLOAD = {
-        "all_reduce": lambda tensor, *rest, **named: tensor,
-        "all_gather_into_tensor": lambda output, *rest, **named: output,
-        "all_to_all_single": lambda output, source, *rest, **named: source,
-        "broadcast": lambda tensor, *rest, **named: tensor,
-        "reduce_scatter_tensor": lambda output, source, *rest, **named: source,
+    #: (module, function) -> (kind, name and place of the argument that holds the whole payload)
+    COUNTED = {
+        (dist, "all_reduce"): ("all_reduce", "tensor", 0),
+        (dist, "broadcast"): ("broadcast", "tensor", 0),
+        (dist, "all_gather"): ("all_gather", "tensor", 1),
+        (dist, "all_to_all_single"): ("all_to_all", "input", 1),
+        (dist, "all_to_all"): ("all_to_all", "input_tensor_list", 1),
+        (dist, "reduce_scatter"): ("reduce_scatter", "input_list", 1),
+        (dist, "all_gather_into_tensor"): ("all_gather", "output_tensor", 0),
+        (dist, "reduce_scatter_tensor"): ("reduce_scatter", "input", 1),
+        (collectives, "_all_gather"): ("all_gather", "output_tensor", 0),
+        (collectives, "_reduce_scatter"): ("reduce_scatter", "input", 1),
     }
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes: Counter[str] = Counter()
-        for name in self.PAYLOAD:
-            monkeypatch.setattr(dist, name, self._counting(name, getattr(dist, name)))
+        for (module, name), counted in self.COUNTED.items():
+            monkeypatch.setattr(module, name, self._counting(getattr(module, name), *counted))
 
-    def _counting(self, name, original):
+    def _counting(self, original, kind: str, argument: str, place: int):
         def call(*args, **kwargs):
-            tensor = self.PAYLOAD[name](*args, **kwargs) if args else next(iter(kwargs.values()))
-            if name == "all_gather_into_tensor":
-                tensor = args[0] if args else kwargs["output_tensor"]
-            self.bytes[name] += tensor.numel() * tensor.element_size()
+            payload = args[place] if len(args) > place else kwargs[argument]
+            for tensor in payload if isinstance(payload, (list, tuple)) else [payload]:
+                self.bytes[kind] += tensor.numel() * tensor.element_size()
             return original(*args, **kwargs)
 
         return call
@@ -76,8 +82,8 @@ def expected(strategy: str, micro: int, total: int, root: int, local: int, width
     if strategy == "ddp":
         return {"all_reduce": total * width}
     if strategy in gathers:
-        return {"all_gather_into_tensor": gathers[strategy], "all_to_all_single": total * width}
-    inside = {"all_gather_into_tensor": gathers["fsdp"], "all_to_all_single": micro * total} if local > 1 else {}
+        return {"all_gather": gathers[strategy], "all_to_all": total * width}
+    inside = {"all_gather": gathers["fsdp"], "all_to_all": micro * total} if local > 1 else {}
     return {"all_reduce": total / local * width, **inside}
 
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +54,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments = _parse(argv)
     # It says that the plan's batch sizes replace the loaders', which is the point here and is shown anyway.
     logging.getLogger("accelerate_lshdp.data_loader").setLevel(logging.ERROR)
-    # Written by torch at each rank's first all-gather; it concerns the engine, not the reader of this output.
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
     train_images, held_out = load_digit_images()
     world = 2
     equal_plan = Plan.from_batch_sizes([arguments.total_batch_size // world] * world, strategy="ddp")

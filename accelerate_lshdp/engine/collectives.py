@@ -16,6 +16,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
+# torch 2.13 renamed both and warns of the old names on every rank.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class WaitClock:
     """Adds up the seconds that this rank spends blocked in communication."""
 
@@ -179,7 +184,7 @@ class TimedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         with self.clock.waiting():
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class TimedReduceScatter(ReduceScatter):
@@ -214,7 +219,7 @@ class TimedReduceScatter(ReduceScatter):
         compress = self.dtype is not None and self.dtype != input_tensor.dtype
         with self.clock.waiting():
             if input_tensor.device.type != "cpu" and not compress:
-                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+                return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
             sent = input_tensor.to(self.dtype) if compress else input_tensor
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=group)
