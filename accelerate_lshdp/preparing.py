@@ -10,8 +10,10 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
 
@@ -37,8 +39,11 @@ class Preparing(_Base):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
+        known = PreparedModel.of(model)
+        if known is not None:
+            self._take_back(known)
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation_mode or not trains or getattr(model, "_is_accelerate_prepared", False):
+        if evaluation_mode or not trains or known is not None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         model = self._settle_batch_norm(model)
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -50,7 +55,8 @@ class Preparing(_Base):
                 )
             if not self.policies.strategy.is_offloaded:
                 model = model.to(self.device)
-            self._models.append(model)
+            if model not in self._models:  # it may have been prepared for evaluation before
+                self._models.append(model)
             model._is_accelerate_prepared = True
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -63,14 +69,28 @@ class Preparing(_Base):
         self._prepared.append(prepared)
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
-        model.register_forward_pre_hook(self._on_forward)
+        self._time_forwards(model)
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
             self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
         return model
 
-    def _on_forward(self, model: nn.Module, args: tuple) -> None:
-        if model.training and torch.is_grad_enabled():
-            self._timer.forward_begins()
+    def _take_back(self, prepared: PreparedModel) -> None:
+        """Trains a model again that this accelerator prepared before ``free_memory``."""
+        if prepared.clock is not self._clock:
+            raise ValueError(
+                "found a model that another accelerator of this process prepared, which goes on to sum its gradients; "
+                "use that accelerator, or prepare a new model with the weights of this one"
+            )
+        if prepared not in self._prepared:
+            self._prepared.append(prepared)
+
+    def _time_forwards(self, model: nn.Module) -> None:
+        # A function, not a method: see PreparedModel.
+        def on_forward(called: nn.Module, args: tuple) -> None:
+            if called is model and model.training and torch.is_grad_enabled():
+                self._timer.forward_begins()
+
+        model.register_forward_pre_hook(on_forward)
 
     def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
         batches = self.plan.batch.ranks if self.plan.batch is not None else ()
@@ -112,17 +132,29 @@ class Preparing(_Base):
                     )
                 group["params"][index] = replaced[1]
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for prepared in self._prepared:
-            if prepared.bypassed:
-                raise RuntimeError(
-                    "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
-                    "call accelerator.backward(loss) instead"
-                )
+            prepared.before_step()
+        if self.num_processes > 1:
+            self._refuse_gradients_of_one_rank(optimizer)
+
+    def _refuse_gradients_of_one_rank(self, optimizer: torch.optim.Optimizer) -> None:
+        summed = {id(p) for prepared in self._prepared for p in prepared.trainable_parameters()}
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        # Under a world-sharded strategy FSDP2 itself sums what was unfrozen later.
+        own = [
+            p for p in own if id(p) not in summed and not (self.strategy.is_world_sharded and isinstance(p, DTensor))
+        ]
+        if own:
+            raise RuntimeError(
+                f"found {len(own)} parameters in the optimizer (the first of shape {tuple(own[0].shape)}) that have a "
+                "gradient of this rank only: their model was not given to prepare(), or they were frozen when it was. "
+                "Prepare all models that the optimizer updates, and unfreeze before that what will be trained later"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._timer.step_ends()
-        if optimizer is self._optimizers[0].optimizer:
+        if self._optimizers and optimizer is self._optimizers[0].optimizer:
             self.completed_steps += 1
 
     def prepare_data_loader(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from training_cases import collate, make_optimizer, relative_error
 
-from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 
 
 class Branching(nn.Module):
@@ -86,6 +86,30 @@ def test_parameters_unused_on_one_rank_or_on_all(workers, strategy, nodes, skip_
     for parameters, unused_has_gradient in workers(2).run(train_branching, strategy, skip_block, nodes=nodes):
         assert relative_error(parameters, expected) <= 1e-12
         assert not unused_has_gradient
+
+
+def gradient_with_cast() -> dict:
+    """As on GPUs, where a unit's sum is needed at once: bf16 parameters, whose gradients are cast after the sum."""
+    plan, plugin = Plan.from_batch_sizes([4, 2], strategy="lsdp"), LSDPPlugin(mixed_precision="bf16")
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=plugin)
+    model, loader = Branching().to(torch.bfloat16), DataLoader(Points(), 2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+    model.train()
+    batch = next(iter(loader))
+    skips = accelerator.process_index == 1
+    accelerator.backward(model(batch["inputs"], use_extra=False, skip_block=skips).float().square().mean())
+    return {name: full(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_unit_that_one_node_skips_keeps_its_turn_where_sums_are_needed_at_once(workers):
+    model = Branching()
+    first, second = collate([Points()[index] for index in range(6)])["inputs"].float().split([4, 2])
+    (
+        model(first, False, False).square().mean() * 4 / 6 + model(second, False, True).square().mean() * 2 / 6
+    ).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradient in workers(2).run(gradient_with_cast, nodes=(1, 1)):
+        assert relative_error(gradient, expected) <= 0.02  # bf16 has 8 bits; a sum with another unit's would be > 0.5
 
 
 class Recurrent(nn.Module):

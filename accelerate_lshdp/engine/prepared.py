@@ -44,14 +44,23 @@ class PreparedModel(ABC):
         self.requires_synchronisation = True
         self.synchronise_next = True
         self._used: set[int] = set()
-        module.register_forward_pre_hook(self._before_forward)
         module._lshdp_prepared = weakref.ref(self)
+
+        # A function, which a deep copy of the module (an average of its weights) shares; of a bound method it would
+        # copy the object too, down to the process groups.
+        def before_forward(called: nn.Module, args: tuple) -> None:
+            if called is module:
+                self.synchronise_next = self.requires_synchronisation
+
+        module.register_forward_pre_hook(before_forward)
 
     @staticmethod
     def of(module: nn.Module) -> PreparedModel | None:
         """The prepared model around a user's module, None if it was not prepared for training."""
         reference = getattr(module, "_lshdp_prepared", None)
-        return reference() if reference is not None else None
+        prepared = reference() if reference is not None else None
+        # A deep copy of a prepared module carries the reference, but is not prepared.
+        return prepared if prepared is not None and prepared.module is module else None
 
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
@@ -73,8 +82,17 @@ class PreparedModel(ABC):
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
 
-    def _before_forward(self, module: nn.Module, args: tuple) -> None:
-        self.synchronise_next = self.requires_synchronisation
+    def before_step(self) -> None:
+        """Says that an optimizer is about to change parameters.
+
+        Raises:
+            RuntimeError: gradients are not those of the global batch.
+        """
+        if self.bypassed:
+            raise RuntimeError(
+                "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
+                "call accelerator.backward(loss) instead"
+            )
 
     def mark_used(self, index: int) -> None:
         """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
@@ -112,19 +130,17 @@ def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
     """
     for name, tensor in _tensors(model):
         if tensor.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device; give the model weights before prepare()")
-        if tensor.device.type == device.type or device.type == "cpu":
-            dist.broadcast(tensor, src=0)
-        else:
-            staged = tensor.to(device)
-            dist.broadcast(staged, src=0)
+            raise ValueError(f"{name} is on the meta device; give the model weights before prepare()")
+        # As bytes: backends do not know every dtype.
+        staged = tensor if device.type == "cpu" else tensor.to(device)
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)
+        if staged is not tensor:
             tensor.copy_(staged)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, tied ones once, contiguous."""
-    for name, parameter in model.named_parameters():
-        if not parameter.data.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-        yield name, parameter.data
-    yield from model.named_buffers()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.data.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+        yield name, tensor.data

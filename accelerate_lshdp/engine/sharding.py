@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import (
@@ -36,10 +37,15 @@ class _Unit:
     """One FSDP2 parameter group that has trainable parameters."""
 
     module: FSDPModule
+    fsdp_params: list[FSDPParam] = field(default_factory=list)  # those that were trainable in ``prepare``
     parameters: list[nn.Parameter] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)  # elements of each parameter's padded shard, in buffer order
     local: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (offset, this node's earlier gradients)
+
+    def layout(self) -> list[tuple[nn.Parameter, int]]:
+        """Parameters in the gradient buffer (those not frozen now), and the elements of each one's padded shard."""
+        pairs = zip(self.parameters, self.fsdp_params, strict=True)
+        return [(p, fsdp_param.padded_sharded_param_size.numel()) for p, fsdp_param in pairs if p.requires_grad]
 
 
 class ShardedModel(PreparedModel):
@@ -77,11 +83,15 @@ class ShardedModel(PreparedModel):
         self._shard(module, units, prefetch)
         self._units = self._collect_units(module)
         self._parameters = [p for unit in self._units for p in unit.parameters]
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
         self._configure(device, wire_dtype)
         self._synchronise = False
         self._overlaps = True
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
+        self._ran: set[int] = set()  # modules of units that had a forward since the last backward
+        self._skipped: set[int] = set()  # units that had none before the current backward
+        self._stood_in: dict[int, torch.Tensor] = {}
         self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
 
@@ -125,18 +135,19 @@ class ShardedModel(PreparedModel):
             for group in head._get_fsdp_state()._fsdp_param_groups:
                 for fsdp_param in group.fsdp_params:
                     if fsdp_param.sharded_param.requires_grad:
+                        unit.fsdp_params.append(fsdp_param)
                         unit.parameters.append(fsdp_param.sharded_param)
                         unit.indices.append(index)
-                        unit.sizes.append(fsdp_param.padded_sharded_param_size.numel())
                         index += 1
             if unit.parameters:
                 units.append(unit)
         return units
 
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
     def _configure(self, device: torch.device, wire_dtype: torch.dtype | None) -> None:
-        for module in self.module.modules():
-            if not isinstance(module, FSDPModule):
-                continue
+        for module in self._fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self.mesh.size() > 1:
@@ -157,30 +168,38 @@ class ShardedModel(PreparedModel):
         watched: set[int] = set()
 
         def before_forward(module: nn.Module, args: tuple) -> None:
-            if torch.is_grad_enabled() and not self.in_backward:
-                self._forwards[id(module)] += 1
+            if not self.in_backward:
+                self._ran.add(id(module))  # without gradients too: reentrant checkpointing brings them in the backward
+                if torch.is_grad_enabled():
+                    self._forwards[id(module)] += 1
             if len(watched) == len(unit.indices):
                 return
-            groups = unit.module._get_fsdp_state()._fsdp_param_groups
-            trainable = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-            for index, fsdp_param in zip(unit.indices, trainable, strict=True):
-                if index not in watched and hasattr(fsdp_param, "_unsharded_param"):
+            for index, fsdp_param in zip(unit.indices, unit.fsdp_params, strict=True):
+                whole = getattr(fsdp_param, "_unsharded_param", None)
+                if index not in watched and whole is not None and whole.requires_grad:
                     watched.add(index)
-                    fsdp_param._unsharded_param.register_post_accumulate_grad_hook(
-                        lambda _, index=index: self.mark_used(index)
-                    )
+                    whole.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_used(index))
 
         return before_forward
 
     # One backward
 
     def begin_backward(self, synchronise: bool) -> None:
+        if self._reductions is not None and any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "found parameters unfrozen that were frozen when the model was prepared, so their gradients have no "
+                "place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible later, too"
+            )
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
         # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
         # a reduction between nodes is under way: with several forwards everything is summed on the node first.
         self._overlaps = max(self._forwards.values(), default=0) <= 1
         self._forwards.clear()
+        if self._ran:  # else this is another backward through the same forward
+            ran = [{id(member) for member in unit.module._get_fsdp_state()._modules} for unit in self._units]
+            self._skipped = {number for number, members in enumerate(ran) if not members & self._ran}
+            self._ran.clear()
         if all(parameter.grad is None for parameter in self._parameters):
             self._earlier.clear()  # zero_grad has dropped what these were to be added to
         if self.policies.strategy.is_world_sharded:
@@ -198,7 +217,7 @@ class ShardedModel(PreparedModel):
         """Takes this node's own sums out of ``.grad``, to be added to each unit's buffer before it travels."""
         for unit in self._units:
             offset = 0
-            for parameter, size in zip(unit.parameters, unit.sizes, strict=True):
+            for parameter, size in unit.layout():
                 if parameter.grad is not None:
                     unit.local.append((offset, parameter.grad.to_local()))
                     parameter.grad = None
@@ -223,6 +242,10 @@ class ShardedModel(PreparedModel):
                 self._reductions.ready(number, buffer)
             else:
                 # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
+                # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
+                for skipped in sorted(self._skipped & set(range(number)) - self._stood_in.keys()):
+                    self._stood_in[skipped] = self._stand_in(self._units[skipped])
+                    self._reductions.now(skipped, self._stood_in[skipped])
                 self._reductions.now(number, buffer)
 
         return reduce_between_nodes
@@ -247,8 +270,9 @@ class ShardedModel(PreparedModel):
             for number, buffer in skipped.items():
                 self._reductions.ready(number, buffer)
             self._reductions.finish()
-            for number, buffer in skipped.items():
+            for number, buffer in (skipped | self._stood_in).items():
                 self._take_gradients(self._units[number], buffer)
+            self._stood_in.clear()
         else:
             for unit in self._units:
                 self._deliver_local(unit)
@@ -263,13 +287,14 @@ class ShardedModel(PreparedModel):
     def _stand_in(self, unit: _Unit) -> torch.Tensor:
         """This rank's part of the gradient of a unit that its forward did not run in this backward."""
         dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
-        buffer = torch.zeros(sum(unit.sizes), dtype=dtype, device=self.mesh.device_type)
+        buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self.mesh.device_type)
         self._add_local(unit, buffer)
         return buffer
 
     def _take_gradients(self, unit: _Unit, buffer: torch.Tensor) -> None:
         """Gives a unit's parameters their gradients from its reduced buffer, as FSDP2 does for units that ran."""
-        for parameter, piece in zip(unit.parameters, buffer.split(unit.sizes), strict=True):
+        pieces = buffer.split([size for _, size in unit.layout()])
+        for (parameter, _), piece in zip(unit.layout(), pieces, strict=True):
             local = parameter.to_local()
             piece = piece[: local.numel()].view(local.shape)
             parameter.grad = _like(parameter, piece.to(local.device, local.dtype))
@@ -278,12 +303,19 @@ class ShardedModel(PreparedModel):
         """One node alone: earlier micro-batches' gradients go back, as nothing was added to a buffer."""
         offset = 0
         local = dict(unit.local)
-        for parameter, size in zip(unit.parameters, unit.sizes, strict=True):
+        for parameter, size in unit.layout():
             if offset in local:
                 earlier = _like(parameter, local[offset])
                 parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
             offset += size
         unit.local.clear()
+
+    def before_step(self) -> None:
+        super().before_step()
+        # A forward without a backward (metrics) may have left parameters gathered; FSDP2 would go on with their values
+        # from before the step.
+        for module in self._fsdp_modules():
+            module.reshard()
 
     def cancel_backward(self) -> None:
         self.in_backward = False
@@ -298,11 +330,19 @@ class ShardedModel(PreparedModel):
     def abandon_backward(self) -> None:
         self.in_backward = self._synchronise = self._holds_local = False
         self._earlier.clear()
+        self._stood_in.clear()
         for unit in self._units:
             unit.local.clear()
         if self._reductions is not None:
             self._reductions.reset()
         self.module.reset_iter_state()
+        # What FSDP2 forgets to reset: the whole gradients of units that the backward did not complete.
+        for module in self._fsdp_modules():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for fsdp_param in group.fsdp_params:
+                    fsdp_param.unsharded_accumulated_grad = None
+                    if hasattr(fsdp_param, "_unsharded_param"):
+                        fsdp_param.unsharded_param.grad = None
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:

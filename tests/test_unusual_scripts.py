@@ -1,0 +1,235 @@
+"""What scripts do beside the plain loop gives the gradient of the global batch or an error, never a wrong number."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from exactness import full, prepared
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from training_cases import CASES, collate, make_optimizer, reference_run, relative_error
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.engine.prepared import PreparedModel
+
+
+CASE = CASES["vit"]
+BATCHES = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+PLACES = [("ddp", (1, 1)), ("lsdp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)), ("zero2", (2,))]
+everywhere = pytest.mark.parametrize(("strategy", "nodes"), PLACES)
+
+
+def plain(batches: list[list[int]] = BATCHES, accumulation: int = 1) -> dict:
+    return reference_run(
+        "vit",
+        torch.float64,
+        batches,
+        weighting="sample",
+        steps=len(batches) // accumulation,
+        lr=1e-2,
+        weight_decay=0.0,
+        max_grad_norm=None,
+        gradient_accumulation_steps=accumulation,
+    ).parameters
+
+
+def values(model: nn.Module) -> dict:
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def loader_of(*indices: int) -> DataLoader:
+    return DataLoader(Subset(CASE.dataset(24, torch.float64), range(*indices)), batch_size=2, collate_fn=collate)
+
+
+def start(strategy: str, sizes: tuple = (2, 1), **options) -> tuple:
+    plan = Plan.from_batch_sizes(sizes, strategy=strategy)
+    return prepared(plan, CASE.model().double(), CASE.dataset(9, torch.float64), **options)
+
+
+# Forwards and backwards that are not one after the other
+
+
+def train_with_metrics(strategy: str) -> dict:
+    accelerator, model, optimizer, loader = start(strategy)
+    model.train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch))
+        with torch.no_grad():
+            CASE.loss(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@everywhere
+def test_a_forward_between_backward_and_step_leaves_no_old_parameters(workers, strategy, nodes):
+    for parameters in workers(2).run(train_with_metrics, strategy, nodes=nodes):
+        assert relative_error(parameters, plain()) <= 1e-12
+
+
+def train_with_failed_backward(strategy: str) -> dict:
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("the device is full")
+
+    def fail_in_backward(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    accelerator, model, optimizer, loader = start(strategy)
+    model.train()
+    for step, batch in enumerate(loader):
+        if step == 1:
+            hook = model.vit.layers[0].register_forward_hook(fail_in_backward)
+            with pytest.raises(MemoryError):
+                accelerator.backward(CASE.loss(model, batch))
+            hook.remove()
+            optimizer.zero_grad()
+        accelerator.backward(CASE.loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@everywhere
+def test_a_backward_that_failed_can_be_repeated(workers, strategy, nodes):
+    for parameters in workers(2).run(train_with_failed_backward, strategy, nodes=nodes):
+        assert relative_error(parameters, plain()) <= 1e-12
+
+
+# Models that are prepared again, copied, or not prepared
+
+
+def train_again(strategy: str, before: str) -> dict:
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 1], strategy=strategy))
+    model = accelerator.prepare_model(CASE.model().double(), evaluation_mode=before == "evaluation")
+    if before != "evaluation without free_memory":
+        accelerator.free_memory()
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(0, 9))
+    model.train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(accelerator._models) == 1
+    return values(model)
+
+
+@pytest.mark.parametrize("before", ["training", "evaluation", "evaluation without free_memory"])
+@pytest.mark.parametrize(("strategy", "nodes"), PLACES[:2])
+def test_a_model_that_was_prepared_before_is_trained(workers, strategy, nodes, before):
+    for parameters in workers(2).run(train_again, strategy, before, nodes=nodes):
+        assert relative_error(parameters, plain()) <= 1e-12
+
+
+def prepare_twice() -> None:
+    _, model, *_ = start("ddp")
+    LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 1], strategy="ddp")).prepare(model)
+
+
+def test_a_model_of_another_accelerator_is_refused(workers):
+    errors = workers(2).run(prepare_twice, expect_failure=True)
+    assert all("another accelerator of this process prepared" in error.message for error in errors)
+
+
+def step_without_sum(strategy: str, reason: str) -> None:
+    model = CASE.model().double()
+    for parameter in model.vit.parameters():
+        parameter.requires_grad_(reason != "frozen")
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=strategy))
+    optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), 1e-2), loader_of(0, 9))
+    if reason != "forgotten":
+        model = accelerator.prepare(model)
+    model.requires_grad_(True).train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"), [("ddp", "forgotten"), ("ddp", "frozen"), ("lsdp", "forgotten"), ("lsdp", "frozen")]
+)
+def test_a_step_with_gradients_of_one_rank_is_refused(workers, strategy, reason):
+    errors = workers(2).run(step_without_sum, strategy, reason, nodes=(1, 1), expect_failure=True)
+    expected = (
+        "unfrozen that were frozen" if (strategy, reason) == ("lsdp", "frozen") else "a gradient of this rank only"
+    )
+    assert all(expected in error.message for error in errors)
+
+
+def train_with_late_freeze(strategy: str, when: int) -> dict:
+    accelerator, model, optimizer, loader = start(strategy, ((2, 3), (1, 3)))
+    model.train()
+    for epoch in range(2):
+        if epoch == when:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("bias" in name)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(CASE.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+@everywhere
+def test_parameters_that_are_frozen_after_prepare(workers, strategy, nodes, when):
+    model = CASE.model().double()
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    data = CASE.dataset(9, torch.float64)
+    for epoch in range(2):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(epoch < when or "bias" in name)
+        CASE.loss(model, collate(list(data))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameters in workers(2).run(train_with_late_freeze, strategy, when, nodes=nodes):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+def train_beside_copy() -> tuple[dict, bool]:
+    accelerator, model, optimizer, loader = start("ddp")
+    average = copy.deepcopy(model)
+    model.train()
+    for batch in loader:
+        loss = CASE.loss(model, batch)
+        with accelerator.no_sync(model):
+            CASE.loss(average, batch)  # a forward of the copy says nothing about the model
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model), PreparedModel.of(average) is None
+
+
+def test_a_copy_of_a_model_is_a_model_of_its_own(workers):
+    for parameters, is_apart in workers(2).run(train_beside_copy):
+        assert relative_error(parameters, plain()) <= 1e-12 and is_apart
+
+
+class Buffered(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("expanded", torch.full((1, 4), float(rank)).expand(3, 4))
+        self.register_buffer("transposed", torch.full((2, 3), float(rank)).t())
+        self.register_buffer("flags", torch.full((3,), bool(rank)))
+        self.register_buffer("short", torch.full((3,), rank, dtype=torch.int16))
+        self.register_buffer("complex", torch.full((2,), complex(rank, rank)))
+        self.register_buffer("number", torch.full((), float(rank), dtype=torch.bfloat16))
+        self.register_buffer("nothing", torch.zeros(0))
+
+
+def prepare_buffers(strategy: str) -> dict:
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=strategy))
+    model = accelerator.prepare(Buffered(accelerator.process_index))
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_buffers_of_every_kind_are_those_of_rank_0(workers, strategy):
+    expected = dict(Buffered(0).named_buffers())
+    for buffers in workers(2).run(prepare_buffers, strategy):
+        assert all(torch.equal(buffers[name], value) for name, value in expected.items())
