@@ -14,6 +14,7 @@ class BatchTracker:
     A script may fetch several batches before it works on the first (look-ahead, as the Trainer does), so batches are
     taken in the order in which they were yielded: one by each ``accumulate``, or by each ``backward`` outside of it. A
     further ``accumulate`` or ``backward`` without a new batch belongs to the same batch (two losses, two models).
+    Batches of several loaders that were fetched together (``zip``) are taken together.
     """
 
     def __init__(self) -> None:
@@ -22,10 +23,12 @@ class BatchTracker:
         self._counted = False
         self._waiting: deque[tuple[int, MicroBatchPlace]] = deque()
         self._evaluating: list[Any] = []
+        self._last_evaluates = False  # whether the loader that was used last is in an evaluation pass
 
     def begin_pass(self, loader: Any, evaluation: bool) -> None:
         if evaluation:
             self._evaluating.append(loader)
+            self._last_evaluates = True
             return
         self._waiting = deque((owner, place) for owner, place in self._waiting if owner != id(loader))
         self.current = None
@@ -35,17 +38,44 @@ class BatchTracker:
 
     def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
         self._waiting.append((id(loader), place))
+        self._last_evaluates = False
 
     @property
     def in_evaluation_pass(self) -> bool:
-        return bool(self._evaluating)
+        """Whether the script works on an evaluation pass, not on a training pass beside one that it left open."""
+        return bool(self._evaluating) and self._last_evaluates
 
     def take(self) -> MicroBatchPlace | None:
-        """The place of the next batch, or of the current one if no other was yielded."""
+        """The place of the next batch, or of the current one if no other was yielded.
+
+        Raises:
+            RuntimeError: batches of several loaders were fetched together, and they do not count the same.
+        """
         if self._waiting:
-            self.current = self._waiting.popleft()[1]
+            together: dict[int, MicroBatchPlace] = {}
+            for owner, place in self._waiting:
+                together.setdefault(owner, place)
+            self.current, *others = together.values()
+            for owner, place in together.items():
+                self._waiting.remove((owner, place))
+            for other in others:
+                self._require_same(self.current, other)
             self._counted = False
         return self.current
+
+    @staticmethod
+    def _require_same(one: MicroBatchPlace, other: MicroBatchPlace) -> None:
+        found = [
+            f"samples {place.samples} of {place.total_samples}, loss tokens {place.tokens} of {place.window_tokens}, "
+            f"micro-batch {place.micro_batch + 1} of {place.micro_batches}, ends the step: {place.window_end}"
+            for place in (one, other)
+        ]
+        if found[0] != found[1]:
+            raise RuntimeError(
+                f"found batches of two loaders that were fetched together, but count differently ({found[0]}; "
+                f"{found[1]}), so a loss of both has no one weight. Fetch the second after the backward of the first, "
+                "give short last batches up with drop_last=True, or make one dataset of the two"
+            )
 
     def first_time(self) -> bool:
         """Whether there is a current batch and this was not asked for it before: two losses of it count once."""

@@ -31,7 +31,8 @@ class Collecting(_Base):
         """Gathers, without the samples that were only repeated to give every rank a batch."""
         place = self._tracker.current
         loader = self.gradient_state.active_dataloader
-        trains = self._tracker.accumulating or (loader is not None and not getattr(loader, "is_evaluating", True))
+        # Without a loader in a pass the batch was fetched ahead.
+        trains = self._tracker.accumulating if loader is None else not getattr(loader, "is_evaluating", True)
         if not trains or place is None or self.num_processes == 1:
             return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
         if not use_gather_object and _holds_tensors_only(input_data):

@@ -40,6 +40,8 @@ class MicroBatchPlace:
     window_tokens: int | None
     """This rank's loss tokens over the whole optimizer step; only with a token counter."""
     last_in_pass: bool
+    accumulation_steps: int
+    """Global batches of an optimizer step, as the script had set it when the pass began."""
 
     @property
     def ends_global_batch(self) -> bool:
@@ -135,6 +137,7 @@ class PlaceWriter:
                 tokens=None,
                 window_tokens=None,
                 last_in_pass=last and index == count - 1,
+                accumulation_steps=self.accumulation_steps,
             )
             for index, offsets in enumerate(micro_batches)
         ]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp.data_places import MicroBatchPlace
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+logger = get_logger(__name__)
+
 
 class Stepping(_Base):
     """The part of ``LSHDPAccelerator`` that trains."""
@@ -35,6 +38,11 @@ class Stepping(_Base):
         else:
             self.step = 0 if place.last_in_pass and self._loader_context.sync_with_dataloader else self.step + 1
             self.gradient_state._set_sync_gradients(place.window_end)
+            if place.accumulation_steps != self.gradient_accumulation_steps:
+                logger.warning_once(
+                    f"gradient_accumulation_steps was set to {self.gradient_accumulation_steps} in a pass that began "
+                    f"with {place.accumulation_steps}; it is used from the next pass over a loader on"
+                )
         every_batch = self.use_distributed and self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         quiet = not (self.sync_gradients or every_batch)
         self._tracker.accumulating = True
@@ -146,7 +154,7 @@ class Stepping(_Base):
             place,
             weighting,
             world_size=self.num_processes,
-            accumulation_steps=self.gradient_accumulation_steps,
+            accumulation_steps=self.gradient_accumulation_steps if place is None else place.accumulation_steps,
             global_window_tokens=self._window_tokens,
         )
 

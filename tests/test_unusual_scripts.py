@@ -233,3 +233,126 @@ def test_buffers_of_every_kind_are_those_of_rank_0(workers, strategy):
     expected = dict(Buffered(0).named_buffers())
     for buffers in workers(2).run(prepare_buffers, strategy):
         assert all(torch.equal(buffers[name], value) for name, value in expected.items())
+
+
+# Loaders
+
+
+def train_on_two_loaders(sizes: list, lengths: tuple[int, int]) -> dict:
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes(sizes, strategy="lsdp"))
+    model = CASE.model().double()
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    loaders = loader_of(0, lengths[0]), loader_of(12, 12 + lengths[1])
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    model.train()
+    for first, second in zip(*loaders, strict=True):
+        with accelerator.accumulate(model):
+            accelerator.backward(CASE.loss(model, first) + CASE.loss(model, second))
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [(2, 2), (1, 2)]], ids=["plain", "accumulated"])
+@pytest.mark.parametrize("length", [12, 10])
+def test_two_loaders_in_one_step(workers, sizes, length):
+    total = Plan.from_batch_sizes(sizes).total_batch_size
+    model = CASE.model().double()
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    data = CASE.dataset(24, torch.float64)
+    for begin in range(0, length, total):
+        indices = range(begin, min(begin + total, length))
+        for offset in (0, 12):
+            CASE.loss(model, collate([data[offset + index] for index in indices])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameters in workers(2).run(train_on_two_loaders, sizes, (length, length), nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+def test_two_loaders_whose_batches_count_differently_are_refused(workers):
+    errors = workers(2).run(train_on_two_loaders, [2, 1], (12, 11), nodes=(1, 1), expect_failure=True)
+    assert any("fetched together, but count differently" in error.message for error in errors)
+
+
+def train_with_changed_accumulation() -> tuple[dict, list[bool]]:
+    accelerator, model, optimizer, loader = start("lsdp")
+    model.train()
+    synchronised = []
+    for epoch in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                if epoch == 0:
+                    accelerator.gradient_accumulation_steps = 3
+                accelerator.backward(CASE.loss(model, batch))
+                synchronised.append(accelerator.sync_gradients)
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(model), synchronised
+
+
+def test_accumulation_that_is_changed_in_a_pass_is_used_from_the_next_on(workers):
+    model = CASE.model().double()
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    data = CASE.dataset(9, torch.float64)
+    for step in ([BATCHES[0]], [BATCHES[1]], [BATCHES[2]], BATCHES):
+        for batch in step:
+            (CASE.loss(model, collate([data[index] for index in batch])) / len(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameters, synchronised in workers(2).run(train_with_changed_accumulation, nodes=(1, 1)):
+        assert synchronised == [True, True, True, False, False, True]
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+# Evaluation beside training
+
+
+def evaluate_in_between(strategy: str) -> tuple[dict, list[int]]:
+    accelerator, model, optimizer, loader = start(strategy, ((2, 3), (1, 3)))
+    evaluation = accelerator.prepare(loader_of(0, 5))
+    model.train()
+    counts = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(CASE.loss(model, batch))
+            model.eval()
+            with torch.no_grad():
+                seen = [
+                    accelerator.gather_for_metrics(model(pixel_values=other["pixel_values"]).logits)
+                    for other in evaluation
+                ]
+            counts.append(sum(map(len, seen)))
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model), counts
+
+
+@everywhere
+def test_evaluation_inside_of_accumulate(workers, strategy, nodes):
+    for parameters, counts in workers(2).run(evaluate_in_between, strategy, nodes=nodes):
+        assert counts == [5, 5, 5]
+        assert relative_error(parameters, plain([list(range(9))])) <= 1e-12
+
+
+def train_beside_open_evaluation() -> dict:
+    accelerator, model, optimizer, loader = start("lsdp")
+    evaluation = accelerator.prepare(loader_of(0, 12))
+    model.eval()
+    open_pass = iter(evaluation)
+    next(open_pass)
+    model.train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch))
+        next(open_pass, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def test_training_beside_an_evaluation_pass_that_was_left_open(workers):
+    for parameters in workers(2).run(train_beside_open_evaluation, nodes=(1, 1)):
+        assert relative_error(parameters, plain()) <= 1e-12
