@@ -21,6 +21,7 @@ class BatchTracker:
         self.current: MicroBatchPlace | None = None
         self.accumulating = False
         self._counted = False
+        self._over = False  # whether the pass of the current batch has ended
         self._waiting: deque[tuple[int, MicroBatchPlace]] = deque()
         self._evaluating: list[Any] = []
         self._last_evaluates = False  # whether the loader that was used last is in an evaluation pass
@@ -34,7 +35,10 @@ class BatchTracker:
         self.current = None
 
     def end_pass(self, loader: Any) -> None:
-        self._evaluating = [other for other in self._evaluating if other is not loader]
+        if loader in self._evaluating:
+            self._evaluating = [other for other in self._evaluating if other is not loader]
+        else:
+            self._over = not self.accumulating
 
     def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
         self._waiting.append((id(loader), place))
@@ -46,21 +50,24 @@ class BatchTracker:
         return bool(self._evaluating) and self._last_evaluates
 
     def take(self) -> MicroBatchPlace | None:
-        """The place of the next batch, or of the current one if no other was yielded.
+        """The place of the next batch, or of the current one if no other was yielded and its pass goes on.
+
+        After a pass a loss can only be of a batch that no loader yielded, whose place is None.
 
         Raises:
             RuntimeError: batches of several loaders were fetched together, and they do not count the same.
         """
-        if self._waiting:
-            together: dict[int, MicroBatchPlace] = {}
-            for owner, place in self._waiting:
-                together.setdefault(owner, place)
-            self.current, *others = together.values()
-            for owner, place in together.items():
-                self._waiting.remove((owner, place))
-            for other in others:
-                self._require_same(self.current, other)
-            self._counted = False
+        if not self._waiting:
+            return None if self._over else self.current
+        together: dict[int, MicroBatchPlace] = {}
+        for owner, place in self._waiting:
+            together.setdefault(owner, place)
+        self.current, *others = together.values()
+        for owner, place in together.items():
+            self._waiting.remove((owner, place))
+        for other in others:
+            self._require_same(self.current, other)
+        self._counted = self._over = False
         return self.current
 
     @staticmethod

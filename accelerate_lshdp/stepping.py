@@ -115,7 +115,7 @@ class Stepping(_Base):
                 prepared.abandon_backward()
             raise
         compute, wait = self._timer.backward_ends()
-        if self._tracker.first_time() and place.ends_global_batch:
+        if place is not None and self._tracker.first_time() and place.ends_global_batch:
             self._timer.samples += place.total_samples
             self.samples_seen += place.total_samples
         if synchronised:

@@ -97,6 +97,21 @@ def test_a_backward_that_failed_can_be_repeated(workers, strategy, nodes):
         assert relative_error(parameters, plain()) <= 1e-12
 
 
+def fail_before_one_model_ran() -> None:
+    accelerator, model, *_ = start("lsdp")
+    other = nn.Linear(4, 4).double()
+    accelerator.prepare(other)
+    loader = accelerator.prepare(loader_of(0, 9))
+    model.train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch).detach())
+
+
+def test_a_backward_that_fails_says_why_when_a_model_has_not_run_yet(workers):
+    errors = workers(2).run(fail_before_one_model_ran, expect_failure=True)
+    assert all("does not require grad" in error.message for error in errors)
+
+
 # Models that are prepared again, copied, or not prepared
 
 
@@ -305,6 +320,25 @@ def test_accumulation_that_is_changed_in_a_pass_is_used_from_the_next_on(workers
     for parameters, synchronised in workers(2).run(train_with_changed_accumulation, nodes=(1, 1)):
         assert synchronised == [True, True, True, False, False, True]
         assert relative_error(parameters, expected) <= 1e-12
+
+
+def train_after_the_pass(sizes: list) -> dict:
+    accelerator, model, optimizer, loader = start("ddp", sizes)
+    model.train()
+    for batch in loader:
+        accelerator.backward(CASE.loss(model, batch))
+        optimizer.zero_grad()
+    whole = collate(list(CASE.dataset(9, torch.float64)))
+    accelerator.backward(CASE.loss(model, whole))
+    optimizer.step()
+    return values(model)
+
+
+def test_a_batch_of_no_loader_counts_the_same_on_all_ranks_or_is_refused(workers):
+    for parameters in workers(2).run(train_after_the_pass, [2, 2]):
+        assert relative_error(parameters, plain([list(range(9))])) <= 1e-12
+    errors = workers(2).run(train_after_the_pass, [2, 1], expect_failure=True)
+    assert all("of no batch of a prepared loader" in error.message for error in errors)
 
 
 # Evaluation beside training

@@ -335,6 +335,8 @@ class ShardedModel(PreparedModel):
             unit.local.clear()
         if self._reductions is not None:
             self._reductions.reset()
+        if self.module._get_fsdp_state()._is_root is None:
+            return  # it never had a forward, and FSDP2 has no state to reset before that
         self.module.reset_iter_state()
         # What FSDP2 forgets to reset: the whole gradients of units that the backward did not complete.
         for module in self._fsdp_modules():
