@@ -240,6 +240,18 @@ def test_norm_over_shards_and_whole_tensors(workers, norm_type):
         assert found == pytest.approx(expected, rel=1e-12) and difference < 1e-12
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_norm_of_gradients_of_several_dtypes(order):
+    dtypes = [torch.complex64, torch.float32, torch.bfloat16, torch.float64][::order]
+    parameters = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    for parameter in parameters:
+        parameter.grad = 2 * parameter.detach()
+    norm = clip_grad_norm(parameters, 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(4 * 3 * 2**2), rel=1e-12)
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 1 / math.sqrt(12)))
+
+
 def overflow_on_one_rank(strategy: str) -> tuple:
     """A scaler as on CUDA, but for the CPU; rank 1 overflows in the second step only."""
     case = CASES["vit"]

@@ -56,8 +56,12 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> tor
 
 def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Sum of |x|^p over the tensors (their maximum for p = inf), in at least fp32."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(t, norm_type, dtype=dtype) for t in tensors if t.numel()]
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype.to_real())
+    norms = [
+        torch.linalg.vector_norm(t, norm_type, dtype=torch.promote_types(t.dtype, dtype)) for t in tensors if t.numel()
+    ]
     if not norms:
         return torch.zeros((), dtype=dtype, device=tensors[0].device)
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
