@@ -102,9 +102,9 @@ class StepTimer:
         """Something else than training follows (an evaluation pass): the next step begins with its first forward."""
         self._begun = None
 
-    def statistics(self, last: int | None = None) -> StepStatistics | None:
-        """Medians over the ``last`` steps kept (all by default); None before the first step."""
-        steps = list(self._steps)[-last:] if last else list(self._steps)
+    def statistics(self) -> StepStatistics | None:
+        """Medians over the steps kept; None before the first step."""
+        steps = list(self._steps)
         if not steps:
             return None
         seconds = median(step.seconds for step in steps)

@@ -14,31 +14,27 @@ class ProcessGroups:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def of_partition(
-        self, partition: Sequence[Sequence[int]], rank: int, *, backend: str | None = None
-    ) -> dist.ProcessGroup:
+    def of_partition(self, partition: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
         """The group of ``partition`` (disjoint groups that cover the world) in which ``rank`` is (collective).
 
         Args:
             partition: groups of ranks.
             rank: this process's rank.
-            backend: ``"gloo"`` for host tensors; None: that of the world.
         """
         mine = None
         for ranks in partition:
-            group = self._group(tuple(ranks), backend)
+            group = self._group(tuple(ranks))
             if rank in ranks:
                 mine = group
         if mine is None:
             raise ValueError(f"rank {rank} is in none of the groups {[list(ranks) for ranks in partition]}")
         return mine
 
-    def _group(self, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-        if ranks == tuple(range(dist.get_world_size())) and backend in (None, dist.get_backend()):
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
-        key = (ranks, backend)
-        if key not in self._made:
-            self._made[key] = dist.new_group(list(ranks), backend=backend)
-        return self._made[key]
+        if ranks not in self._made:
+            self._made[ranks] = dist.new_group(list(ranks))
+        return self._made[ranks]
