@@ -96,6 +96,10 @@ SPECIAL = [
     Setting("ddp", ((2, 3), (1, 1)), (1, 1), unequal_accumulation=True),
     Setting("lsdp", ((2, 1), (1, 3)), (1, 1), unequal_accumulation=True, model="gpt2", own_accumulation=2),
     Setting("lsdp", ((2, 1), (1, 1), (1, 3), (2, 3)), (2, 2), unequal_accumulation=True),
+    # As many steps as the tolerance of parameters is for.
+    Setting("ddp", (3, 2), (1, 1), dtype="float32", steps=20),
+    Setting("lsdp", (1, 2, 2, 3), (2, 2), dtype="float32", steps=20, model="gpt2"),
+    Setting("fsdp", ((2, 2), (1, 2)), (2,), dtype="float32", steps=20),
     # Clipping by value too; several epochs; a last batch of one sample; fewer samples than ranks.
     Setting("lsdp", (3, 2), (2,), clip_value=0.01),
     Setting("fsdp", (3, 2), (2,), clip_value=0.01, epochs=2),
