@@ -16,7 +16,7 @@ from training_cases import CASES, collate, make_optimizer, tiny_gpt2, tiny_vit
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.engine.clipping import clip_grad_norm
-from accelerate_lshdp.engine.collectives import OrderedReductions, PendingReduction, WaitClock
+from accelerate_lshdp.engine.collectives import ExactReduction, OrderedReductions, PendingReduction, WaitClock
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.topology import Topology, TopologyError
@@ -325,3 +325,40 @@ def test_the_plan_comes_from_the_environment_inline_or_by_path(workers, tmp_path
     plan.save(tmp_path / "plan.json")
     for value in (json.dumps(plan.to_dict()), str(tmp_path / "plan.json")):
         assert workers(2).run(told, value, env={"ACCELERATE_LSHDP_PLAN": value}) == [plan.digest()] * 2
+
+
+# Overlap of the reduction with the backward
+
+
+def order_of_events(strategy: str) -> list[str]:
+    """When reductions between nodes start, and when the backward reaches each block (the last one first)."""
+    case = CASES["vit"]
+    plan = Plan.from_batch_sizes([2] * dist.get_world_size(), strategy=strategy)
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(bucket_megabytes=0.02))
+    model = case.model(layers=4)
+    optimizer = make_optimizer(model, 1e-3, 0.0)
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    events: list[str] = []
+    for index, block in enumerate(model.vit.layers):
+        block.register_full_backward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
+    start = ExactReduction.start
+
+    def recorded(self, buffer: torch.Tensor) -> PendingReduction:
+        events.append("reduction")
+        return start(self, buffer)
+
+    model.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExactReduction, "start", recorded)
+        for batch in loader:
+            accelerator.backward(case.loss(model, batch))
+    return events
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (1, 1)), ("group_sharding", (2, 2))])
+def test_gradients_travel_while_the_backward_goes_on(workers, strategy, nodes):
+    for events in workers(sum(nodes)).run(order_of_events, strategy, nodes=nodes):
+        before_the_last_block = events[: events.index("block 0")]
+        assert [e for e in before_the_last_block if e != "reduction"] == ["block 3", "block 2", "block 1"]
+        assert before_the_last_block.count("reduction") >= 2, events
