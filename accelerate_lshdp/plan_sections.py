@@ -111,7 +111,7 @@ class Batch:
         if len(set(counts)) > 1 and not self.allow_unequal_accumulation:
             raise PlanError(
                 f"found accumulation_steps {counts}, expected the same number on every rank. Make them equal, or set"
-                " allow_unequal_accumulation (loops then differ in length between ranks).",
+                " batch.allow_unequal_accumulation (loops then differ in length; ranks that share parameters cannot).",
                 path="ranks",
             )
 

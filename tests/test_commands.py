@@ -374,6 +374,7 @@ def test_launch_prepares_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: started.append(argv) or 7)
     monkeypatch.setattr(launch, "_usable_cores", lambda: 12)
+    monkeypatch.setattr(launch, "_local_device", lambda: "gpu")
     for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     Path("train.py").touch()

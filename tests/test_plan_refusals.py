@@ -71,7 +71,7 @@ BAD: list[tuple[str, Change, str, list[str]]] = [
         "unequal counts",
         lambda d: d["batch"]["ranks"][1].update(micro_batch_size=1, accumulation_steps=5),
         "batch.ranks: ",
-        ["found accumulation_steps [1, 5]", "set allow_unequal_accumulation"],
+        ["found accumulation_steps [1, 5]", "set batch.allow_unequal_accumulation"],
     ),
     ("rank twice", lambda d: d["batch"]["ranks"][1].update(rank=0), "batch.ranks: ", ["found rank 0 twice"]),
     ("rank missing", lambda d: d["batch"]["ranks"][1].update(rank=2), "batch.ranks: ", ["no rank 1"]),

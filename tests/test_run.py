@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from accelerate_lshdp import Plan, backend, run
+from accelerate_lshdp.commands.main import main
 
 
 TIMEOUT_SECONDS = 60
@@ -246,3 +248,16 @@ def test_every_accelerator_is_ours(tmp_path: Path) -> None:
     assert found["keywords"] == [3, False]
     assert found["batch sizes"] == [4]
     assert len(found["told"]) == 1 and "__main__.Own is a subclass" in found["told"][0]
+
+
+def test_gpus_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('must not run')")
+    for asked in (
+        ["--nodes", "2", "--gpu"],
+        ["--config_file", str(Path(__file__).parents[1] / "accelerate_configs" / "gpu_multi_node0.yaml")],
+    ):
+        assert main(["launch", *asked, str(script)]) == 2
+        assert "asks for GPUs, but torch finds none" in capsys.readouterr().err

@@ -85,6 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
             file = arguments.config_file
             overrides = _overrides(arguments)
         config = _read_config(file)
+        if not config.use_cpu and _local_device() == "cpu":
+            raise ValueError(
+                f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
+                "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
+            )
         _check_plan(plan, config, file)
         _set_environment(arguments.plan, config)
         _say(config, arguments)
