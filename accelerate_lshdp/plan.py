@@ -14,11 +14,14 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_lshdp.plan_sections import (
+    DEAD_BAND,
+    REBALANCE_EVERY,
+    Automatic,
     Batch,
     Cluster,
     Communication,
@@ -26,9 +29,11 @@ from accelerate_lshdp.plan_sections import (
     Node,
     RankBatch,
     Strategy,
+    read_automatic,
     read_batch,
     read_cluster,
 )
+from accelerate_lshdp.plan_text import describe_plan
 from accelerate_lshdp.plan_validation import (
     PlanError,
     describe,
@@ -45,6 +50,7 @@ from accelerate_lshdp.plan_validation import (
 __all__ = [
     "PLAN_VARIABLE",
     "PLAN_VERSION",
+    "Automatic",
     "Batch",
     "Cluster",
     "Communication",
@@ -66,6 +72,9 @@ _ANNOTATIONS = ("profile", "predicted", "certificate")
 class Plan:
     """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
 
+    With `automatic` the run finds its batch sizes itself: `batch`, if given, is what it starts with, else it starts
+    with an equal split of `automatic.total`.
+
     `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
     file or variable that the plan was read from, for error messages; it is not part of the plan.
 
@@ -80,12 +89,14 @@ class Plan:
     profile: dict[str, Any] | None = field(default=None, hash=False, repr=False)
     predicted: dict[str, Any] | None = field(default=None, hash=False, repr=False)
     certificate: dict[str, Any] | None = field(default=None, hash=False, repr=False)
+    automatic: Automatic | None = None
     source: str | None = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         require_choice(self.strategy, "strategy", [strategy.value for strategy in Strategy])
         object.__setattr__(self, "strategy", Strategy(self.strategy))
-        for name, kind in (("batch", Batch), ("communication", Communication), ("cluster", Cluster)):
+        kinds = {"batch": Batch, "communication": Communication, "cluster": Cluster, "automatic": Automatic}
+        for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) and (value is not None or name == "communication"):
                 raise PlanError(f"found {describe(value)}, expected a {kind.__name__}.", path=name)
@@ -103,6 +114,25 @@ class Plan:
                     " batch.ranks. Correct one of the two.",
                     path="cluster.nodes",
                 )
+
+        if self.batch is not None and self.automatic is not None:
+            self._check_start()
+
+    def _check_start(self) -> None:
+        """Checks that automatic batch sizes can start from `batch`."""
+        if self.batch.total != self.automatic.total:
+            raise PlanError(
+                f"found {self.automatic.total}, expected {self.batch.total}, the total of batch, which the run starts"
+                " with. Correct one of the two, or leave batch out.",
+                path="automatic.total",
+            )
+        counts = [entry.accumulation_steps for entry in self.batch.ranks]
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"found accumulation_steps {counts} together with automatic batch sizes, expected the same number on"
+                " every rank: sizes are re-balanced, numbers of micro-batches are not.",
+                path="batch.ranks",
+            )
 
     @classmethod
     def from_batch_sizes(
@@ -144,6 +174,35 @@ class Plan:
             communication = Communication(communication_dtype)
         return cls(strategy=strategy, communication=communication)
 
+    @classmethod
+    def auto(
+        cls,
+        total_batch_size: int,
+        *,
+        strategy: Strategy | str = Strategy.LSDP,
+        communication_dtype: str = "fp32",
+        rebalance_every: int = REBALANCE_EVERY,
+        dead_band: float = DEAD_BAND,
+    ) -> Plan:
+        """A plan whose batch sizes the run finds itself, from an equal split of `total_batch_size` samples.
+
+        Args:
+            rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
+            dead_band: the share of the step time that new sizes have to gain.
+
+        Raises:
+            PlanError: a value is impossible.
+        """
+        with located("automatic"):
+            automatic = Automatic(_plain_integer(total_batch_size), rebalance_every, dead_band)
+        return replace(cls.equal(strategy=strategy, communication_dtype=communication_dtype), automatic=automatic)
+
+    def with_batch(self, batch: Batch) -> Plan:
+        """This plan with other batch sizes, without what the planner said about the old ones."""
+        changed = replace(self, batch=batch, predicted=None, certificate=None)
+        object.__setattr__(changed, "source", self.source)
+        return changed
+
     @property
     def world_size(self) -> int | None:
         """Number of ranks the plan is made for; None for equal batches, which fit any."""
@@ -152,11 +211,13 @@ class Plan:
     @property
     def total_batch_size(self) -> int | None:
         """Samples in a global batch; None for equal batches."""
-        return None if self.batch is None else self.batch.total
+        if self.batch is None:
+            return None if self.automatic is None else self.automatic.total
+        return self.batch.total
 
     @property
     def batch_sizes(self) -> list[int] | None:
-        """Samples of each rank in a global batch; None for equal batches."""
+        """Samples of each rank in a global batch; None for equal batches, and for automatic ones before the run."""
         return None if self.batch is None else [entry.batch_size for entry in self.batch.ranks]
 
     @property
@@ -226,13 +287,16 @@ class Plan:
         sections = require_object(
             document,
             required=("version", "strategy"),
-            optional=("batch", "communication", "cluster", *_ANNOTATIONS),
+            optional=("batch", "automatic", "communication", "cluster", *_ANNOTATIONS),
         )
         communication = Communication()
         if "communication" in sections:
             with located("communication"):
                 communication = Communication(**require_object(sections["communication"], optional=("dtype",)))
-        batch = cluster = None
+        batch = cluster = automatic = None
+        if sections.get("automatic") is not None:
+            with located("automatic"):
+                automatic = read_automatic(sections["automatic"])
         if sections.get("batch") is not None:
             with located("batch"):
                 batch = read_batch(sections["batch"])
@@ -240,7 +304,7 @@ class Plan:
             with located("cluster"):
                 cluster = read_cluster(sections["cluster"])
         annotations = (sections.get(name) for name in _ANNOTATIONS)
-        return cls(sections["strategy"], batch, communication, cluster, *annotations)
+        return cls(sections["strategy"], batch, communication, cluster, *annotations, automatic)
 
     def to_json(self) -> str:
         """The text of a plan file."""
@@ -312,8 +376,16 @@ class Plan:
         return cls.from_json(value, source=PLAN_VARIABLE) if value.lstrip().startswith("{") else cls.load(value)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of what changes training: strategy, batch, communication and cluster. Ranks compare it."""
-        canonical = json.dumps(self._what_changes_training(), sort_keys=True, separators=(",", ":"))
+        """SHA-256, in hex, of what changes training: strategy, batch, communication and cluster. Ranks compare it.
+
+        Sizes that the run finds itself change the speed only, so `automatic` takes the place of `batch`.
+        """
+        document = self._what_changes_training()
+        if self.automatic is None:
+            del document["automatic"]  # as plans without it always had
+        else:
+            del document["batch"]
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     def _what_changes_training(self) -> dict[str, Any]:
@@ -331,39 +403,13 @@ class Plan:
         return {
             "strategy": self.strategy.value,
             "batch": batch,
+            "automatic": None if self.automatic is None else asdict(self.automatic),
             "communication": asdict(self.communication),
             "cluster": cluster,
         }
 
     def __str__(self) -> str:
-        head = f"strategy {self.strategy}, communication {self.communication.dtype}"
-        if self.batch is None:
-            return f"Plan: {head}\nequal batches: every loader keeps its own batch_size on every rank"
-        columns = ["rank", "micro-batch", "accumulation", "batch", "share"]
-        rows = [
-            [
-                entry.rank,
-                entry.micro_batch_size,
-                entry.accumulation_steps,
-                entry.batch_size,
-                entry.batch_size / self.batch.total,
-            ]
-            for entry in self.batch.ranks
-        ]
-        table = [columns, *([*map(str, row[:-1]), f"{row[-1]:.1%}"] for row in rows)]
-        table.append(["total", "", "", str(self.batch.total), "100.0%"])
-        if self.cluster is not None:
-            nodes = [str(index) for index, size in enumerate(self.cluster.node_sizes) for _ in range(size)]
-            for line, cell in zip(table, ["node", *nodes, ""], strict=True):
-                line.insert(1, cell)
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-        ]
-        scalars = {k: v for k, v in (self.predicted or {}).items() if isinstance(v, (int, float))}
-        if scalars:
-            lines.append("predicted: " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
-        return "\n".join([f"Plan: {head}", *lines])
+        return describe_plan(self)
 
 
 def _plain_integer(value: object) -> object:

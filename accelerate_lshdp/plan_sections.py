@@ -22,6 +22,7 @@ from accelerate_lshdp.plan_validation import (
 )
 
 
+REBALANCE_EVERY, DEAD_BAND = 10, 0.03
 _COMMUNICATION_DTYPES = ("fp32", "bf16")
 
 
@@ -122,6 +123,34 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Automatic:
+    """The run finds its batch sizes itself, and keeps them right while it trains.
+
+    Args:
+        total: samples in a global batch; it never changes.
+        rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
+        dead_band: the share of the step time that new sizes have to gain; less is taken for noise.
+    """
+
+    total: int
+    rebalance_every: int = REBALANCE_EVERY
+    dead_band: float = DEAD_BAND
+
+    def __post_init__(self) -> None:
+        require_integer(self.total, "total", least=1)
+        require_integer(self.rebalance_every, "rebalance_every", least=1)
+        require_number(self.dead_band, "dead_band", positive=False)
+        object.__setattr__(self, "dead_band", float(self.dead_band))
+        if self.total > LARGEST_BATCH:
+            raise PlanError(f"found {self.total} samples, expected at most {LARGEST_BATCH}. Lower it.", path="total")
+        if self.dead_band >= 1:
+            raise PlanError(
+                f"found {self.dead_band}, expected less than 1: a share of the step time, such as 0.03.",
+                path="dead_band",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Communication:
     """How gradients travel between ranks: `dtype` is "fp32" or "bf16"."""
 
@@ -214,3 +243,10 @@ def read_cluster(document: object) -> Cluster:
             keys = {"required": ("bandwidth_bits_per_second",), "optional": ("latency_seconds",)}
             link = Link(**require_object(section["link"], **keys))
     return Cluster(tuple(nodes), link)
+
+
+def read_automatic(document: object) -> Automatic:
+    """The `automatic` section of a plan file. Raises PlanError, with paths inside the section."""
+    return Automatic(
+        **require_object(document, required=("total",), optional=("rebalance_every", "dead_band")),
+    )
