@@ -1,16 +1,43 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Measures what the planner needs to know about each rank."""
+"""Measures what the planner needs to know about each rank.
 
-from accelerate_lshdp.profiling.documents import read_profiles, write_profiles
-from accelerate_lshdp.profiling.emulation import Slowdown
-from accelerate_lshdp.profiling.local_step import MicroBatchTrainer, measure_time_curve, probe_sizes
+The public names are imported on first use, so that profiles can be read without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 
+_MODULE_OF = {
+    "MicroBatchTrainer": "accelerate_lshdp.profiling.local_step",
+    "Profile": "accelerate_lshdp.profiling.documents",
+    "ProfileError": "accelerate_lshdp.profiling.documents",
+    "Slowdown": "accelerate_lshdp.profiling.emulation",
+    "measure_time_curve": "accelerate_lshdp.profiling.local_step",
+    "probe_sizes": "accelerate_lshdp.profiling.local_step",
+    "read_profiles": "accelerate_lshdp.profiling.documents",
+    "write_profiles": "accelerate_lshdp.profiling.documents",
+}
 __all__ = [
     "MicroBatchTrainer",
+    "Profile",
+    "ProfileError",
     "Slowdown",
     "measure_time_curve",
     "probe_sizes",
     "read_profiles",
     "write_profiles",
 ]
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
+    from accelerate_lshdp.profiling.emulation import Slowdown
+    from accelerate_lshdp.profiling.local_step import MicroBatchTrainer, measure_time_curve, probe_sizes
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
