@@ -31,7 +31,12 @@ from accelerate_lshdp.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
-from accelerate_lshdp.settings import refuse_other_engines, resolve_plan, switch_off_other_engines
+from accelerate_lshdp.settings import (
+    BatchKeywords,
+    refuse_other_engines,
+    resolve_plan,
+    switch_off_other_engines,
+)
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
@@ -48,7 +53,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     Args:
         plan: a plan or the path of one; None: from ``ACCELERATE_LSHDP_PLAN``, or equal batches if that is not set.
         lsdp_plugin: options; what it leaves open comes from the plan, the environment (``LSDP_*``) or defaults.
-        batch_sizes: one batch size, or (micro-batch size, accumulation steps), a rank; instead of ``plan``.
+        batch_sizes: one batch size, or (micro-batch size, accumulation steps), a rank; instead of ``plan``. Or
+            ``"auto"``: the run finds them itself while it trains, from the plan's sizes or an equal split on.
+        total_batch_size: samples in a global batch, for ``batch_sizes="auto"``.
+        rebalance_every: optimizer steps between two looks at automatic sizes, once they have settled. Default 10.
+        dead_band: the share of the step time that new automatic sizes have to gain. Default 0.03.
         trust_checkpoint: whether registered objects that JSON and tensors cannot hold are pickled into checkpoints,
             and unpickled from them. Only load such checkpoints from people whom you would let run code.
         *args, **kwargs: as for ``accelerate.Accelerator``; plugins of other engines are refused.
@@ -62,7 +71,10 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         *args: Any,
         plan: Plan | str | os.PathLike[str] | None = None,
         lsdp_plugin: LSDPPlugin | None = None,
-        batch_sizes: Sequence[Any] | None = None,
+        batch_sizes: Sequence[Any] | str | None = None,
+        total_batch_size: int | None = None,
+        rebalance_every: int | None = None,
+        dead_band: float | None = None,
         trust_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -74,7 +86,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         error: Exception | None = None
         try:
             refuse_other_engines(kwargs)
-            self.plan, self.lsdp_plugin = resolve_plan(plan, batch_sizes, lsdp_plugin or LSDPPlugin())
+            keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
+            self.plan, self.lsdp_plugin = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
             self._choose_precision(kwargs)
         except (ValueError, OSError) as found:
             error = found
@@ -128,13 +141,20 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     def _agree(self) -> None:
         """Checks that all ranks were told the same and that it fits the nodes (collective)."""
         error: Exception | None = None
+        self._sizing: AutomaticSizes | None = None
         self.topology = Topology(0, (1,))
         try:
             self.topology = Topology.discover(self.process_index, self.num_processes)
             self.policies: ShardingPolicies = self.lsdp_plugin.policies(
                 self.topology, device_type=self.device.type, mixed_precision=self.mixed_precision
             )
+            if self.plan.automatic is not None:
+                from accelerate_lshdp.automatic_sizes import AutomaticSizes, starting_batch
+
+                self.plan = self.plan.with_batch(starting_batch(self.plan, self.num_processes))
             self.plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
+            if self.plan.automatic is not None:
+                self._sizing = AutomaticSizes(self.plan, self.process_index, self.device)
         except (ValueError, RuntimeError) as found:
             error = found
         self._raise_everywhere(error)
@@ -165,6 +185,17 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     def step_statistics(self) -> StepStatistics | None:
         """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
         return self._timer.statistics()
+
+    @property
+    def batch_size_decisions(self) -> list[Decision]:
+        """How automatic batch sizes changed, oldest first: when, from what to what, and why. Empty with fixed ones."""
+        return [] if self._sizing is None else list(self._sizing.rebalancer.decisions)
+
+    def _rebalance(self) -> None:
+        decision = self._sizing.step_ended()
+        if decision is not None:
+            self.plan = self.plan.with_batch(self._sizing.batch)
+            logger.info(f"batch sizes after step {self.completed_steps}: {decision}")
 
     @property
     def batch_place(self) -> MicroBatchPlace | None:

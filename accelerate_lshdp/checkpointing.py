@@ -147,9 +147,22 @@ class Checkpointing(_Base):
         self._warn_of_schedule_length(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
+        self._restore_sizes(loaded)
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, loaded.path)
         return loaded
+
+    def _restore_sizes(self, loaded: LoadedCheckpoint) -> None:
+        """Goes on with the sizes, and what was learned of the ranks, if the checkpoint is of a run like this one."""
+        state = loaded.extra.get("automatic_sizes")
+        if self._sizing is None or state is None:
+            return
+        try:
+            self._sizing.load_state_dict(state)
+        except ValueError as error:
+            logger.warning(f"automatic batch sizes start anew, from {self.plan.batch_sizes}: {error}")
+            return
+        self.plan = self.plan.with_batch(self._sizing.batch)
 
     def _training_objects(self) -> TrainingObjects:
         return TrainingObjects(
@@ -159,7 +172,11 @@ class Checkpointing(_Base):
             scaler=self.scaler,
             loaders=[loader.state_dict() for loader in self._positioned_loaders()],
             custom=list(self._custom_objects),
-            extra={"plan": self.plan.to_dict(), "accelerate_step": self.step},
+            extra={
+                "plan": self.plan.to_dict(),
+                "accelerate_step": self.step,
+                "automatic_sizes": None if self._sizing is None else self._sizing.state_dict(),
+            },
         )
 
     def _positioned_loaders(self) -> list[HeterogeneousDataLoader]:

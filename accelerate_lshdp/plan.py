@@ -199,7 +199,14 @@ class Plan:
 
     def with_batch(self, batch: Batch) -> Plan:
         """This plan with other batch sizes, without what the planner said about the old ones."""
-        changed = replace(self, batch=batch, predicted=None, certificate=None)
+        return self._changed(batch=batch, predicted=None, certificate=None)
+
+    def with_automatic(self, automatic: Automatic) -> Plan:
+        """This plan, whose batch sizes are what the run starts with."""
+        return self._changed(automatic=automatic)
+
+    def _changed(self, **changes: Any) -> Plan:
+        changed = replace(self, **changes)
         object.__setattr__(changed, "source", self.source)
         return changed
 

@@ -95,6 +95,7 @@ class Preparing(_Base):
     def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
         batches = self.plan.batch.ranks if self.plan.batch is not None else ()
         unequal = len({rank.micro_batch_size for rank in batches}) > 1 or self.plan.has_accumulation
+        unequal = unequal or self.plan.automatic is not None
         norms = [name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         mode = self.lsdp_plugin.batch_norm
         if not norms or not unequal or self.num_processes == 1:
@@ -137,6 +138,7 @@ class Preparing(_Base):
             prepared.before_step()
         if self.num_processes > 1:
             self._refuse_gradients_of_one_rank(optimizer)
+        self._timer.optimizer_begins()
 
     def _refuse_gradients_of_one_rank(self, optimizer: torch.optim.Optimizer) -> None:
         summed = {id(p) for prepared in self._prepared for p in prepared.trainable_parameters()}
@@ -156,6 +158,8 @@ class Preparing(_Base):
         self._timer.step_ends()
         if self._optimizers and optimizer is self._optimizers[0].optimizer:
             self.completed_steps += 1
+            if self._sizing is not None:
+                self._rebalance()
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None

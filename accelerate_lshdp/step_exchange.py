@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,21 @@ import torch.distributed as dist
 
 #: Calls in which all ranks take part.
 MEETINGS = ("backward", "gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others at the end of a step's backward."""
+
+    compute_seconds: float
+    """In the step's forwards and backwards, without communication."""
+    wait_seconds: float
+    """Blocked in communication."""
+    optimizer_seconds: float
+    """In the optimizer step before this one."""
+    read_ahead: int = 0
+    """Global batches that its loaders have cut beyond the current one."""
+    largest_micro_batch: int = 0
+    """What it believes fits its memory; 0: no limit known."""
 
 
 class Meeting:
@@ -82,19 +98,20 @@ class StepExchange:
         return values
 
     def after_backward(
-        self, compute_seconds: float, wait_seconds: float, usages: Sequence[torch.Tensor]
-    ) -> tuple[list[float], list[float], list[torch.Tensor]]:
-        """Tells every rank how long each rank took, and which parameters any rank used.
+        self, report: RankReport, usages: Sequence[torch.Tensor]
+    ) -> tuple[list[RankReport], list[torch.Tensor]]:
+        """Tells every rank what each rank reports, and which parameters any rank used.
 
         Args:
-            compute_seconds, wait_seconds: of this rank, since the last optimizer step.
+            report: of this rank.
             usages: one tensor a model, 1 where this rank has a gradient for a parameter.
 
         Returns:
-            Compute seconds and wait seconds, one entry a rank; and for each model how many ranks used each parameter.
+            The reports, one a rank, bit-identical on all ranks; and for each model how many ranks used each parameter.
         """
-        times = torch.zeros(2, self.world_size, dtype=torch.float64)
-        times[0, self.rank], times[1, self.rank] = compute_seconds, wait_seconds
-        total = self.sum(torch.cat([times.flatten(), *usages]))
-        compute, wait, *counts = total.split([self.world_size, self.world_size, *(len(u) for u in usages)])
-        return compute.tolist(), wait.tolist(), counts
+        reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
+        reports[self.rank] = torch.tensor(report, dtype=torch.float64)
+        total = self.sum(torch.cat([reports.flatten(), *usages]))
+        told, *counts = total.split([reports.numel(), *(len(u) for u in usages)])
+        rows = told.view_as(reports).tolist()
+        return [RankReport(*times, int(ahead), int(largest)) for *times, ahead, largest in rows], counts

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.step_exchange import RankReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class StepStatistics:
         seconds: wall seconds of a step on this rank, from one optimizer step to the next.
         compute_seconds: seconds of forward and backward without communication, one entry a rank.
         wait_seconds: seconds blocked in communication, one entry a rank.
+        optimizer_seconds: seconds of the optimizer step, one entry a rank.
         idle_fraction: ``1 - mean(compute_seconds) / max(compute_seconds)``.
         samples_per_second: samples of all ranks over ``seconds``.
         steps: number of steps the medians are over.
@@ -29,6 +31,7 @@ class StepStatistics:
     seconds: float
     compute_seconds: tuple[float, ...]
     wait_seconds: tuple[float, ...]
+    optimizer_seconds: tuple[float, ...]
     idle_fraction: float
     samples_per_second: float
     steps: int
@@ -37,8 +40,7 @@ class StepStatistics:
 @dataclass(slots=True)
 class _Step:
     seconds: float
-    compute: tuple[float, ...]
-    wait: tuple[float, ...]
+    reports: tuple[RankReport, ...]
     samples: int
 
 
@@ -63,7 +65,9 @@ class StepTimer:
         self._forward: float | None = None
         self._compute = 0.0
         self._waited = 0.0
-        self._everyone: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+        self._optimizing: float | None = None
+        self._optimizer = 0.0
+        self._reports: tuple[RankReport, ...] | None = None
 
     def forward_begins(self) -> None:
         """A training forward begins; everything until the end of its backward counts as computing or waiting."""
@@ -73,8 +77,8 @@ class StepTimer:
         if self._begun is None:
             self._begun = self._forward
 
-    def backward_ends(self) -> tuple[float, float]:
-        """Seconds computed and waited since the last optimizer step, this backward included."""
+    def backward_ends(self) -> tuple[float, float, float]:
+        """Seconds computed and waited since the last optimizer step, this backward included; seconds of that step."""
         if self._forward is not None:
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).synchronize(self.device)
@@ -82,20 +86,29 @@ class StepTimer:
             self._compute += max(0.0, time.perf_counter() - self._forward - waited)
             self._waited += waited
             self._forward = None
-        return self._compute, self._waited
+        return self._compute, self._waited, self._optimizer
 
-    def everyone_took(self, compute: Sequence[float], wait: Sequence[float]) -> None:
+    def told(self, reports: Sequence[RankReport]) -> None:
         """What all ranks reported for this step."""
-        self._everyone = tuple(compute), tuple(wait)
+        self._reports = tuple(reports)
+
+    def optimizer_begins(self) -> None:
+        """An optimizer is about to step."""
+        if self._reports is not None:
+            self._optimizer = 0.0  # the first optimizer of a step; a second one adds to it
+        self._optimizing = time.perf_counter()
 
     def step_ends(self) -> None:
         """The optimizer has stepped."""
         now = time.perf_counter()
-        if self._begun is not None and self._everyone is not None:
-            self._steps.append(_Step(now - self._begun, *self._everyone, self.samples))
+        if self._optimizing is not None:
+            self._optimizer += now - self._optimizing
+            self._optimizing = None
+        if self._begun is not None and self._reports is not None:
+            self._steps.append(_Step(now - self._begun, self._reports, self.samples))
         self._begun = now
         self._compute = self._waited = 0.0
-        self._everyone = None
+        self._reports = None
         self.samples = 0
 
     def interrupt(self) -> None:
@@ -108,13 +121,14 @@ class StepTimer:
         if not steps:
             return None
         seconds = median(step.seconds for step in steps)
-        compute = tuple(median(values) for values in zip(*(step.compute for step in steps), strict=True))
-        wait = tuple(median(values) for values in zip(*(step.wait for step in steps), strict=True))
+        ranks = list(zip(*(step.reports for step in steps), strict=True))
+        compute = tuple(median(report.compute_seconds for report in reports) for reports in ranks)
         slowest = max(compute)
         return StepStatistics(
             seconds=seconds,
             compute_seconds=compute,
-            wait_seconds=wait,
+            wait_seconds=tuple(median(report.wait_seconds for report in reports) for reports in ranks),
+            optimizer_seconds=tuple(median(report.optimizer_seconds for report in reports) for reports in ranks),
             idle_fraction=1 - sum(compute) / len(compute) / slowest if slowest > 0 else 0.0,
             samples_per_second=median(step.samples for step in steps) / seconds,
             steps=len(steps),

@@ -14,6 +14,7 @@ from torch import nn
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.step_exchange import RankReport
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
 
@@ -114,14 +115,21 @@ class Stepping(_Base):
             for prepared in self._prepared:
                 prepared.abandon_backward()
             raise
-        compute, wait = self._timer.backward_ends()
+        compute, wait, optimizer = self._timer.backward_ends()
         if place is not None and self._tracker.first_time() and place.ends_global_batch:
             self._timer.samples += place.total_samples
             self.samples_seen += place.total_samples
+            if self._sizing is not None:
+                self._sizing.global_batch_trained(place)
         if synchronised:
             usages = [prepared.take_usage() for prepared in synchronised]
-            *times, counts = self._exchange.after_backward(compute, wait, usages)
-            self._timer.everyone_took(*times)
+            report = RankReport(compute, wait, optimizer)
+            if self._sizing is not None:
+                report = self._sizing.complete(report)
+            reports, counts = self._exchange.after_backward(report, usages)
+            self._timer.told(reports)
+            if self._sizing is not None:
+                self._sizing.told(reports)
             for prepared, count in zip(synchronised, counts, strict=True):
                 prepared.drop_unused(count)
 
@@ -137,12 +145,13 @@ class Stepping(_Base):
                 "accelerator.accumulate(); put the training step in `with accelerator.accumulate(model):`"
             )
         sizes = self.plan.batch_sizes
-        if place is None and sizes is not None and len(set(self.plan.micro_batches)) > 1:
+        unequal = sizes is not None and (self._sizing is not None or len(set(self.plan.micro_batches)) > 1)
+        if place is None and unequal:
             if self.lsdp_plugin.loss_weighting is not LossWeighting.NONE:
                 raise RuntimeError(
-                    f"the plan's batch sizes {sizes} are unequal, but the loss is of no batch of a prepared loader, "
-                    "so its weight is unknown. Iterate over the loader that prepare() returned, or weight losses "
-                    "yourself with LSDPPlugin(loss_weighting='none')"
+                    f"the plan's batch sizes {sizes} are unequal or may become so, but the loss is of no batch of a "
+                    "prepared loader, so its weight is unknown. Iterate over the loader that prepare() returned, or "
+                    "weight losses yourself with LSDPPlugin(loss_weighting='none')"
                 )
 
     def _share(self, place: MicroBatchPlace | None) -> float:

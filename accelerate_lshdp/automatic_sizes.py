@@ -1,0 +1,159 @@
+"""Automatic batch sizes in a run: what steps took goes to the `Rebalancer`, its decisions go to the loaders.
+
+Every rank does the same with the same numbers. They travel with the reports that ranks exchange in each step anyway,
+so a decision needs no communication of its own, and all ranks come to it at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accelerate_lshdp.data import HeterogeneousDataLoader
+from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
+from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.device_memory import DeviceMemory
+from accelerate_lshdp.plan import Batch, Plan, PlanError, RankBatch
+from accelerate_lshdp.planning import RankProfile
+from accelerate_lshdp.planning.rebalancing import Decision, Rebalancer
+from accelerate_lshdp.profiling.documents import Profile, read_profiles
+from accelerate_lshdp.step_exchange import RankReport
+
+
+def starting_batch(plan: Plan, world_size: int) -> Batch:
+    """The sizes that an automatic plan starts with: its last known ones, else an equal split.
+
+    Raises:
+        PlanError: there are more ranks than samples.
+    """
+    if plan.batch is not None:
+        return plan.batch
+    total = plan.automatic.total
+    if total < world_size:
+        raise PlanError(
+            f"found a global batch of {total} samples for {world_size} ranks, expected at least one sample a rank."
+            " Raise the total, or launch fewer ranks.",
+            path="automatic.total",
+            source=plan.source,
+        )
+    sizes = largest_remainder(total, (1,) * world_size)
+    return Batch(tuple(RankBatch(rank, size) for rank, size in enumerate(sizes)))
+
+
+class AutomaticSizes:
+    """The batch sizes of a run that finds them itself.
+
+    Args:
+        plan: an automatic plan with the sizes to start with.
+        rank: of this process.
+        device: where the forward runs; its memory limits the sizes.
+
+    Raises:
+        ValueError: the plan's profile cannot be read, or is of other ranks.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        profiles = None if plan.profile is None else _read_profile(plan.profile)
+        if profiles is not None and len(profiles) != plan.world_size:
+            raise PlanError(
+                f"found curves of {len(profiles)} ranks, expected {plan.world_size}, one a rank. Profile these ranks,"
+                " or remove the section.",
+                path="profile",
+                source=plan.source,
+            )
+        self.rebalancer = Rebalancer(
+            [entry.micro_batch_size for entry in plan.batch.ranks],
+            rebalance_every=plan.automatic.rebalance_every,
+            dead_band=plan.automatic.dead_band,
+            profiles=profiles,
+        )
+        self._rank = rank
+        self._accumulation_steps = plan.batch.ranks[0].accumulation_steps
+        self._memory = DeviceMemory(device)
+        self._passes: list[HeterogeneousDataLoader] = []
+        self._trained: list[MicroBatchPlace] = []
+        self._reports: Sequence[RankReport] | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """The sizes that were decided last."""
+        sizes = enumerate(self.rebalancer.batch_sizes)
+        return Batch(tuple(RankBatch(rank, size, self._accumulation_steps) for rank, size in sizes))
+
+    # What the loaders say
+
+    def begin_pass(self, loader: HeterogeneousDataLoader) -> None:
+        """A training pass over a loader begins."""
+        self._passes.append(loader)
+
+    def end_pass(self, loader: HeterogeneousDataLoader) -> None:
+        """It has ended."""
+        self._passes = [other for other in self._passes if other is not loader]
+
+    # What a step says
+
+    def global_batch_trained(self, place: MicroBatchPlace) -> None:
+        """This rank has trained its last micro-batch of a global batch."""
+        self._trained.append(place)
+
+    def complete(self, report: RankReport) -> RankReport:
+        """This rank's report, with what the decision needs beside times."""
+        own = max((place.cut.sizes[self._rank] for place in self._trained), default=0) // self._accumulation_steps
+        ahead = max((loader.read_ahead for loader in self._passes), default=0)
+        return report._replace(read_ahead=ahead, largest_micro_batch=self._memory.largest_micro_batch(own))
+
+    def told(self, reports: Sequence[RankReport]) -> None:
+        """What all ranks report for the current step."""
+        self._reports = reports
+
+    def step_ended(self) -> Decision | None:
+        """The optimizer has stepped: takes the step into account, and switches the loaders if that changes the sizes.
+
+        Returns:
+            What was decided, the same on all ranks.
+        """
+        trained, self._trained = self._trained, []
+        reports, self._reports = self._reports, None
+        cut = _only_cut(trained)
+        if reports is None or cut is None:
+            return None
+        micro_batches = len(trained) * self._accumulation_steps
+        decision = self.rebalancer.observe(
+            [size // self._accumulation_steps for size in cut.sizes],
+            [report.compute_seconds / micro_batches for report in reports],
+            [report.optimizer_seconds / micro_batches for report in reports],
+            [report.largest_micro_batch or None for report in reports],
+        )
+        if decision is not None:
+            ahead = max(report.read_ahead for report in reports)
+            for loader in self._passes:
+                loader.switch_sizes(self.batch.ranks, ahead)
+        return decision
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned and decided, as JSON values."""
+        return self.rebalancer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on with what a run of as many ranks and as large a global batch had learned.
+
+        Raises:
+            ValueError: it is of another run, or malformed.
+        """
+        self.rebalancer.load_state_dict(state)
+
+
+def _read_profile(section: dict[str, Any]) -> list[RankProfile]:
+    return Profile.from_dict(section).rank_profiles() if "kind" in section else read_profiles(section)
+
+
+def _only_cut(trained: Sequence[MicroBatchPlace]) -> GlobalBatchCut | None:
+    """The sizes of all global batches of a step; None if they differ or one was short, which says little of speed."""
+    cuts = {place.cut for place in trained}
+    if len(cuts) != 1 or any(place.total_samples < place.cut.total for place in trained):
+        return None
+    return cuts.pop()
