@@ -2,7 +2,8 @@
 
 `prepare_loader` turns a user's DataLoader into a `HeterogeneousDataLoader`; `skip_first_batches` and the loader's
 `state_dict`, `load_state_dict` and `resume` start a pass in the middle of an epoch. The other `data_` modules hold the
-parts: `data_cut` the arithmetic, `data_order` shuffling, `data_places` what the accelerator is told.
+parts: `data_cut` the arithmetic, `data_switch` sizes that change within a pass, `data_order` shuffling, `data_places`
+what the accelerator is told.
 """
 
 from __future__ import annotations

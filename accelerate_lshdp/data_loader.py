@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -15,7 +15,12 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlaceWriter
 from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading
+from accelerate_lshdp.data_switch import CutSchedule
 from accelerate_lshdp.data_tokens import with_window_tokens
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.plan import RankBatch
 
 
 logger = get_logger(__name__)
@@ -170,6 +175,37 @@ class HeterogeneousDataLoader(DataLoaderShard):
     def _global_batch_count(self, samples: int, cut: GlobalBatchCut) -> int:
         return samples // cut.total if self._drop_last else -(-samples // cut.total)
 
+    @property
+    def can_switch(self) -> bool:
+        """Whether `switch_sizes` works now: not outside a training pass, nor if worker processes read a stream."""
+        return TRAINING in self._passes and self._source.can_switch
+
+    @property
+    def read_ahead(self) -> int:
+        """Global batches that this rank has cut in the pass in progress, beyond that of the batch yielded last.
+
+        They wait in workers, for their loss tokens to be counted, or as the stream's next. The number changes only
+        while a batch is fetched. 0 where sizes cannot be switched.
+        """
+        return self._progress.current_pass.ahead if self.can_switch else 0
+
+    def switch_sizes(self, rank_batches: Sequence[RankBatch], ahead: int) -> int | None:
+        """Use other sizes in the rest of the pass in progress; each global batch keeps its samples, in order.
+
+        All ranks call this after the same batch, with the largest `read_ahead` that any of them had after it. Returns
+        the first global batch with the new sizes, the same on all ranks, or None if not `can_switch`. A new pass takes
+        the sizes of the plan.
+
+        Raises ValueError if the total, or a rank's number of micro-batches, is another one; RuntimeError if this rank
+        has cut that global batch already.
+        """
+        if not self.can_switch:
+            return None
+        cuts = self._progress.current_pass
+        first = cuts.last_yielded + 1 + ahead
+        cuts.switch(first, GlobalBatchCut.from_plan(rank_batches))
+        return first
+
     def _in_evaluation(self) -> bool:
         return self.is_evaluating if self._passes else self._context.is_evaluation_pass()
 
@@ -275,11 +311,12 @@ class HeterogeneousDataLoader(DataLoaderShard):
         cut = self._cut()
         self._say_sizes(cut)
         start = self._start_point(cut)
+        cuts = CutSchedule(cut, start.global_batches)
         expected_order, epoch = start.order, progress.epoch
         progress.start_pass(start)
         progress.generator_state = self._source.generator_state()
         writer = PlaceWriter(
-            cut,
+            cuts,
             context.rank,
             epoch,
             accumulation_steps=context.gradient_accumulation_steps,
@@ -305,18 +342,19 @@ class HeterogeneousDataLoader(DataLoaderShard):
                     " set_epoch that fixes its order, and resume with the same dataset."
                 )
 
-        current = progress.current_pass = object()
+        progress.current_pass = cuts
         with self._reading(TRAINING, epoch):
             batches = self._source.training_batches(writer, start, self._seed, agree, remember_order)
             if context.token_counter is not None:
                 batches = with_window_tokens(batches, context.token_counter)
             for batch, place, reading in batches:
-                if progress.current_pass is not current:
+                if progress.current_pass is not cuts:
                     raise RuntimeError(
                         "found a second training pass over a loader, started before the first ended, expected one at a"
                         " time: a loader has one position. Prepare a second loader for the second pass."
                     )
                 batch = self._to_device(batch)
+                cuts.last_yielded = place.global_batch
                 self._record(place, reading)
                 context.batch_yielded(self, place)
                 yield batch
@@ -356,8 +394,9 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def _say_sizes(self, cut: GlobalBatchCut) -> None:
-        own = self._source.batch_size
-        if self._context.rank_batches is not None and cut.sizes != (own,) * self._context.world_size:
+        own, first_pass = self._source.batch_size, self._progress.current_pass is None
+        planned = self._context.rank_batches is not None and cut.sizes != (own,) * self._context.world_size
+        if planned and first_pass:
             logger.warning_once(
                 f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={own} in training"
                 " passes; evaluation passes keep it."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_position import StreamReading
+from accelerate_lshdp.data_switch import CutSchedule
 
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class MicroBatchPlace:
     last_in_pass: bool
     accumulation_steps: int
     """Global batches of an optimizer step, as the script had set it when the pass began."""
+    cut: GlobalBatchCut
+    """The sizes of all ranks that this global batch was cut with, a short one in proportion to them."""
 
     @property
     def ends_global_batch(self) -> bool:
@@ -95,7 +98,7 @@ class PlaceWriter:
 
     def __init__(
         self,
-        cut: GlobalBatchCut,
+        cuts: CutSchedule,
         rank: int,
         epoch: int,
         *,
@@ -105,7 +108,7 @@ class PlaceWriter:
         global_batch: int = 0,
         open_window: int = 0,
     ) -> None:
-        self.cut = cut
+        self.cuts = cuts
         self.rank = rank
         self.epoch = epoch
         self.accumulation_steps = accumulation_steps
@@ -121,7 +124,8 @@ class PlaceWriter:
         ends = self.open_window >= self.accumulation_steps or (last and self.sync_with_dataloader)
         if ends:
             self.open_window = 0
-        micro_batches = self.cut.micro_batches(self.rank, total_samples)
+        cut = self.cuts.at(self.global_batch)
+        micro_batches = cut.micro_batches(self.rank, total_samples)
         count = len(micro_batches)
         places = [
             MicroBatchPlace(
@@ -138,6 +142,7 @@ class PlaceWriter:
                 window_tokens=None,
                 last_in_pass=last and index == count - 1,
                 accumulation_steps=self.accumulation_steps,
+                cut=cut,
             )
             for index, offsets in enumerate(micro_batches)
         ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from accelerate_lshdp.data_switch import CutSchedule
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
@@ -52,8 +54,8 @@ class LoaderProgress:
     """A position was loaded and no training pass has started since."""
     armed: bool = False
     """The next training pass starts at the restored position."""
-    current_pass: object = None
-    """Stands for the training pass that started last."""
+    current_pass: CutSchedule | None = None
+    """Of the training pass that started last."""
 
     @property
     def start_point(self) -> StartPoint:

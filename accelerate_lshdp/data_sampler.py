@@ -90,6 +90,8 @@ class HeterogeneousBatchSampler(BatchSampler):
 class MapSource:
     """Batches of a map-style dataset, for both kinds of pass."""
 
+    can_switch = True  # sizes are asked for in this process, whoever reads the samples
+
     def __init__(
         self,
         loader: DataLoader,
@@ -165,7 +167,7 @@ class MapSource:
         """
         self.order.begin_pass()
         indices = self.order.indices()
-        opening = list(islice(indices, max(OPENING, writer.cut.total)))
+        opening = list(islice(indices, max(OPENING, writer.cuts.total)))
         agree(hash_indices(opening))
         remember_order(hash_indices(opening[:OPENING]))
         indices = chain(opening, indices)
@@ -187,8 +189,8 @@ class MapSource:
         # Workers are sent these lists in order and their batches come back in order (in_order=True is required), so
         # places written here line up with batches however far the workers are ahead.
         sample_seed = derive_seed("samples", seed, writer.epoch)
-        for samples, last in global_batches(indices, writer.cut.total, self.drop_last):
-            micro_batches = writer.cut.micro_batches(self.rank, len(samples))
+        for samples, last in global_batches(indices, writer.cuts.total, self.drop_last):
+            micro_batches = writer.cuts.at(writer.global_batch).micro_batches(self.rank, len(samples))
             for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
                 places.append(place)
                 read = [samples[i] for i in offsets] or samples[:1]

@@ -20,10 +20,10 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_places import PlacedBatch, PlaceWriter
 from accelerate_lshdp.data_position import StartPoint, StreamReading
 from accelerate_lshdp.data_random import RandomSequence, derive_seed
+from accelerate_lshdp.data_switch import CutSchedule
 
 
 OPENING = 16
@@ -84,38 +84,40 @@ def pass_through(bundle: Bundle) -> Bundle:
 class GlobalBatchStream(IterableDataset):
     """A user's stream, as one rank's bundles.
 
-    What changes from pass to pass is in shared memory, where persistent workers see it too.
+    What changes from pass to pass is in shared memory, where persistent workers see it too. The sizes are not: workers
+    keep those that they were started with, without workers they may change at any global batch.
     """
 
     def __init__(
         self,
         dataset: IterableDataset,
-        cut: GlobalBatchCut,
+        cuts: CutSchedule,
         rank: int,
         workers: int,
         drop_last: bool,
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
         self.dataset = dataset
-        self.cut = cut
+        self.cuts = cuts
         self.rank = rank
         self.drop_last = drop_last
         self.collate_fn = collate_fn
         generator = getattr(dataset, "generator", None)
         self.generator_seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
-        self._pass = torch.zeros(4 + workers, dtype=torch.int64).share_memory_()
+        self._pass = torch.zeros(5 + workers, dtype=torch.int64).share_memory_()
 
-    def start_pass(self, seed: int, epoch: int, start: StartPoint) -> None:
+    def start_pass(self, cuts: CutSchedule, seed: int, epoch: int, start: StartPoint) -> None:
         """Set what the next iteration reads: all global batches but the first, or from a position."""
-        skipped = start.reading.worker_samples if start.reading else [0] * (len(self._pass) - 4)
+        self.cuts = cuts
+        skipped = start.reading.worker_samples if start.reading else [0] * (len(self._pass) - 5)
         turn = start.reading.next_worker if start.reading else 0
-        whole = 0 if start.reading else start.global_batches
-        self._pass.copy_(torch.tensor([seed, epoch, turn, whole, *skipped]))
+        opened = start.global_batches if start.reading else 0
+        self._pass.copy_(torch.tensor([seed, epoch, turn, opened, start.global_batches, *skipped]))
 
     def __iter__(self) -> Iterator[Bundle]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        seed, epoch, turn, whole, *skipped = self._pass.tolist()
+        seed, epoch, turn, opened, wanted, *skipped = self._pass.tolist()
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         elif self.generator_seed is not None:
@@ -125,7 +127,7 @@ class GlobalBatchStream(IterableDataset):
         randomness = RandomSequence(derive_seed("stream", seed, epoch, worker))
         with randomness.drawing():
             stream = iter(self.dataset)
-            opening = list(islice(stream, max(OPENING, self.cut.total)))
+            opening = list(islice(stream, max(OPENING, self.cuts.total)))
             yield_first = Bundle(worker, opening=hash_samples(opening), order=hash_samples(opening[:OPENING]))
             stream = chain(opening, stream)
             read = sum(1 for _ in islice(stream, skipped[worker]))
@@ -138,23 +140,24 @@ class GlobalBatchStream(IterableDataset):
         yield yield_first
         if worker < turn:
             yield Bundle(worker)
-        index = worker
+        # Too large once another worker's stream has ended: then more is collated than is wanted, never less.
+        global_batch = opened + (worker - turn) % workers
         while True:
             with randomness.drawing():
-                samples = list(islice(stream, self.cut.total))
-            if not samples or (self.drop_last and len(samples) < self.cut.total):
+                samples = list(islice(stream, self.cuts.total))
+            if not samples or (self.drop_last and len(samples) < self.cuts.total):
                 return
             micro_batches: tuple[Any, ...] = ()
-            if index >= whole:
+            if global_batch >= wanted:
                 collating = RandomSequence(derive_seed("collate", seed, epoch, worker, read, self.rank))
                 with collating.drawing():
                     micro_batches = tuple(
                         self.collate_fn([samples[i] for i in offsets] or samples[:1])
-                        for offsets in self.cut.micro_batches(self.rank, len(samples))
+                        for offsets in self.cuts.at(global_batch).micro_batches(self.rank, len(samples))
                     )
             yield Bundle(worker, len(samples), micro_batches)
             read += len(samples)
-            index += workers
+            global_batch += workers
 
 
 class StreamSource:
@@ -186,6 +189,7 @@ class StreamSource:
         self.split_batches = split_batches
         self.rank = rank
         self.workers = max(1, loader.num_workers)
+        self.can_switch = loader.num_workers == 0  # worker processes have sizes of their own
         self._collate_fn = loader.collate_fn
         self._make_loader = make_loader
         self._training: DataLoader | None = None
@@ -240,7 +244,7 @@ class StreamSource:
                 f" {self.workers} workers' (0 counts as 1): what a global batch is made of depends on them."
                 " Set num_workers to it."
             )
-        bundles = self._bundles(writer.cut, seed, writer.epoch, start)
+        bundles = self._bundles(writer.cuts, seed, writer.epoch, start)
         openings = list(islice(bundles, self.workers))
         agree(hash_samples([bundle.opening for bundle in openings]))
         remember_order(hash_samples([bundle.order for bundle in openings]))
@@ -267,11 +271,11 @@ class StreamSource:
                 yield PlacedBatch(batch, place, reading)
             current = following
 
-    def _bundles(self, cut: GlobalBatchCut, seed: int, epoch: int, start: StartPoint) -> Iterator[Bundle]:
-        if self._training is None or self._training.dataset.cut != cut:
-            stream = GlobalBatchStream(self.dataset, cut, self.rank, self.workers, self.drop_last, self._collate_fn)
+    def _bundles(self, cuts: CutSchedule, seed: int, epoch: int, start: StartPoint) -> Iterator[Bundle]:
+        if self._training is None or self._training.dataset.cuts.initial != cuts.initial:
+            stream = GlobalBatchStream(self.dataset, cuts, self.rank, self.workers, self.drop_last, self._collate_fn)
             self._training = self._make_loader(stream, batch_size=None, collate_fn=pass_through, wrapped=True)
-        self._training.dataset.start_pass(seed, epoch, start)
+        self._training.dataset.start_pass(cuts, seed, epoch, start)
         return iter(self._training)
 
     def evaluation_batches(self) -> Iterator[Any]:
