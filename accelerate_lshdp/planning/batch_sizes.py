@@ -16,15 +16,12 @@ from typing import Any
 import numpy as np
 
 from accelerate_lshdp.planning.curves import RankProfile
+from accelerate_lshdp.planning.step_time import PlanningError, step_times
 
 
 # Two curves can reach the same time at different sizes and come out a few units in the last place apart. Such times
 # count as equal, so that rounding does not decide between cuts.
 _TIE = 1e-13
-
-
-class PlanningError(ValueError):
-    """What was asked of the planner cannot be done on these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,8 @@ class BatchSizes:
     Args:
         batch_sizes: samples of each rank, in rank order.
         micro_batches: (micro-batch size, accumulation steps) of each rank.
-        rank_seconds: compute seconds of each rank, by its curve.
-        step_seconds: their maximum, which no other cut undercuts.
+        rank_seconds: seconds of forward and backward of each rank, by its curve.
+        step_seconds: when the slowest rank has finished its step, which no other cut undercuts.
         certificate: JSON values that let `verify_certificate` check that claim.
     """
 
@@ -45,8 +42,30 @@ class BatchSizes:
     step_seconds: float
     certificate: dict[str, Any]
 
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in the global batch."""
+        return sum(self.batch_sizes)
 
-def plan_fixed_total(profiles: Sequence[RankProfile], total_batch_size: int) -> BatchSizes:
+    @property
+    def samples_per_second(self) -> float:
+        """Samples in the global batch by the seconds of a step."""
+        return self.total_batch_size / self.step_seconds
+
+    @property
+    def idle_fraction(self) -> float:
+        """1 - mean / max of the ranks' seconds of forward and backward."""
+        return 1 - sum(self.rank_seconds) / (len(self.rank_seconds) * max(self.rank_seconds))
+
+
+def plan_fixed_total(
+    profiles: Sequence[RankProfile],
+    total_batch_size: int,
+    *,
+    allow_accumulation: bool = False,
+    bucket_seconds: Sequence[float] | None = None,
+    shard_groups: Sequence[Sequence[int]] | None = None,
+) -> BatchSizes:
     """Cuts a global batch over the ranks so that the slowest rank finishes as early as any cut allows.
 
     Among the optimal cuts it takes the one with the smallest difference between largest and smallest batch, then the
@@ -59,8 +78,11 @@ def plan_fixed_total(profiles: Sequence[RankProfile], total_batch_size: int) -> 
     Raises:
         PlanningError: there is no rank, or no cut gives every rank between one sample and its maximum.
     """
-    total = _feasible_total(profiles, total_batch_size)
-    tables = [profile.time.table(profile.max_micro_batch_size) for profile in profiles]
+    if allow_accumulation:
+        raise NotImplementedError("accumulation is not planned yet")
+    times = step_times(profiles, bucket_seconds)
+    total = _feasible_total([len(time.first) for time in times], total_batch_size)
+    tables = [time.first for time in times]
 
     slowest_single = max(table[0] for table in tables)
     filled = np.partition(np.concatenate(tables), total - 1)[total - 1]
@@ -68,32 +90,30 @@ def plan_fixed_total(profiles: Sequence[RankProfile], total_batch_size: int) -> 
 
     caps = np.array([np.searchsorted(table, optimum * (1 + _TIE), side="right") for table in tables])
     sizes = _most_even(caps, total).tolist()
-    rank_seconds = [float(table[size - 1]) for table, size in zip(tables, sizes, strict=True)]
+    rank_seconds = [time.compute(size, 1) for time, size in zip(times, sizes, strict=True)]
+    step = max(float(table[size - 1]) for table, size in zip(tables, sizes, strict=True))
     below = [int(np.searchsorted(table, optimum, side="left")) for table in tables]
     return BatchSizes(
         batch_sizes=sizes,
         micro_batches=[(size, 1) for size in sizes],
         rank_seconds=rank_seconds,
-        step_seconds=max(rank_seconds),
+        step_seconds=step,
         certificate={
             "total_batch_size": total,
             "batch_sizes": list(sizes),
-            "step_seconds": max(rank_seconds),
+            "step_seconds": step,
             "largest_batches_below": below,
         },
     )
 
 
-def _feasible_total(profiles: Sequence[RankProfile], total_batch_size: int) -> int:
-    if not profiles:
-        raise PlanningError("found no profiles, expected one for each rank: measure the ranks first")
+def _feasible_total(maxima: Sequence[int], total_batch_size: int) -> int:
     if isinstance(total_batch_size, bool) or not isinstance(total_batch_size, (int, np.integer)):
         raise PlanningError(f"found total_batch_size {total_batch_size!r}, expected an integer number of samples")
-    maxima = [profile.max_micro_batch_size for profile in profiles]
-    if total_batch_size < len(profiles):
+    if total_batch_size < len(maxima):
         raise PlanningError(
-            f"found total_batch_size {total_batch_size}, expected at least {len(profiles)}, one sample for each rank:"
-            f" the nearest feasible total is {len(profiles)}"
+            f"found total_batch_size {total_batch_size}, expected at least {len(maxima)}, one sample for each rank:"
+            f" the nearest feasible total is {len(maxima)}"
         )
     if total_batch_size > sum(maxima):
         raise PlanningError(
