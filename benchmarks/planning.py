@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from gpu_curves import ENVIRONMENT, Cluster, Curve, CurveFamily, curves_path, draw_clusters, load_families
+from limits import Limit, limits_table
 from planning_rules import (
     equal_split,
     exact_from_curves,
@@ -103,16 +104,15 @@ def _summary(ratios: Sequence[float], wrong: Sequence[bool]) -> dict[str, float]
     }
 
 
-def check_rules(compared: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The limits on our own rules, each with what was found: {"what", "found", "limit", "holds"}."""
+def check_rules(compared: Mapping[str, Mapping[str, Any]]) -> list[Limit]:
+    """The limits on our own rules."""
     smoothed, probes, full = compared[SMOOTHED]["all"], compared[PROBES]["all"], compared[CURVES]["all"]
-    limits = [
-        (f"{SMOOTHED}: farthest from 1", max(smoothed["worst"] - 1, 1 - smoothed["best"]), ROUNDING),
-        (f"{PROBES}: mean", probes["mean"], 1.004),
-        (f"{PROBES}: p95", probes["p95"], 1.02),
-        ("LSHDP: share of wrong totals", max(probes["wrong_total"], full["wrong_total"]), 0.0),
+    return [
+        Limit(f"{SMOOTHED}: farthest from 1", max(smoothed["worst"] - 1, 1 - smoothed["best"]), ROUNDING),
+        Limit(f"{PROBES}: mean", probes["mean"], 1.004),
+        Limit(f"{PROBES}: p95", probes["p95"], 1.02),
+        Limit("LSHDP: share of wrong totals", max(probes["wrong_total"], full["wrong_total"]), 0.0),
     ]
-    return [{"what": what, "found": found, "limit": limit, "holds": found <= limit} for what, found, limit in limits]
 
 
 def time_solver(families: Sequence[CurveFamily], ranks: int, total: int, repeats: int) -> float:
@@ -146,11 +146,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     families, skipped = load_families(path)
     compared = compare_rules(families, arguments.clusters, arguments.seed)
-    checks = check_rules(compared)
-    for ranks, total, limit in SOLVER_LIMITS:
+    limits = check_rules(compared)
+    for ranks, total, most_seconds in SOLVER_LIMITS:
         seconds = time_solver(families, ranks, total, arguments.repeats)
         what = f"planner, {ranks:,} ranks, global batch {total:,}: seconds (median of {arguments.repeats})"
-        checks.append({"what": what, "found": seconds, "limit": limit, "holds": seconds <= limit})
+        limits.append(Limit(what, seconds, most_seconds))
     results = {
         "configuration": {
             "clusters of each size": arguments.clusters,
@@ -161,12 +161,12 @@ def main(argv: list[str] | None = None) -> int:
             "versions": {"python": platform.python_version(), "numpy": np.__version__},
         },
         "rules": compared,
-        "limits": checks,
+        "limits": [limit.to_dict() for limit in limits],
     }
-    print_tables(results)
+    print_tables(results, limits)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return 0 if all(check["holds"] for check in checks) else 1
+    return 0 if all(limit.holds for limit in limits) else 1
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -181,7 +181,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def print_tables(results: Mapping[str, Any]) -> None:
+def print_tables(results: Mapping[str, Any], limits: Sequence[Limit]) -> None:
     """The rules, then the limits."""
     from rich.console import Console
     from rich.table import Table
@@ -210,20 +210,7 @@ def print_tables(results: Mapping[str, Any]) -> None:
         rules.add_row(name, *shown, f"{total['wrong_total']:.0%}", *sizes)
     console = Console(width=140)
     console.print(rules)
-    console.print(limits_table(results["limits"]))
-
-
-def limits_table(checks: Sequence[Mapping[str, Any]]) -> Any:
-    """What was found beside what is allowed."""
-    from rich.table import Table
-
-    table = Table(title="Limits", title_justify="left")
-    for heading, side in (("what", "left"), ("found", "right"), ("limit", "right"), ("", "left")):
-        table.add_column(heading, justify=side)
-    for check in checks:
-        holds = "holds" if check["holds"] else "BROKEN"
-        table.add_row(check["what"], f"{check['found']:.5g}", f"at most {check['limit']:.4g}", holds)
-    return table
+    console.print(limits_table(limits))
 
 
 if __name__ == "__main__":

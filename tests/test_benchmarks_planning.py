@@ -86,7 +86,7 @@ def compared() -> dict:
 
 
 def test_our_rules_keep_their_limits_on_measured_curves(compared: dict) -> None:
-    assert [check for check in planning.check_rules(compared) if not check["holds"]] == []
+    assert [limit for limit in planning.check_rules(compared) if not limit.holds] == []
 
 
 def test_rules_are_ordered_as_claimed(compared: dict) -> None:
@@ -102,7 +102,7 @@ def test_rules_are_ordered_as_claimed(compared: dict) -> None:
 
 def test_a_worse_rule_breaks_the_limits(compared: dict) -> None:
     worse = {**compared, planning.PROBES: compared["linear fit, exact solver"]}
-    broken = [check["what"] for check in planning.check_rules(worse) if not check["holds"]]
+    broken = [limit.what for limit in planning.check_rules(worse) if not limit.holds]
     assert broken == [f"{planning.PROBES}: mean", f"{planning.PROBES}: p95"]
 
 
@@ -113,6 +113,6 @@ def test_command_prints_writes_and_fails_when_a_limit_is_broken(
     monkeypatch.setattr(planning, "SOLVER_LIMITS", ((8, 800, 1e-9),))
     assert planning.main(["--repeats", "1", "--json", str(tmp_path / "results.json")]) == 1
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [check["holds"] for check in results["limits"]] == [True] * 4 + [False]
+    assert [limit["holds"] for limit in results["limits"]] == [True] * 4 + [False]
     printed = capsys.readouterr().out
     assert "paper's iterative" in printed and "BROKEN" in printed
