@@ -31,6 +31,7 @@ class Placement:
         units: names of the units, None: chosen from the model.
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of ``ddp``.
+        reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Placement:
         units: tuple[str, ...] | None,
         prefetch: int,
         bucket_bytes: int,
+        reduction: GradientReduction | None = None,
     ) -> None:
         self.policies = policies
         self.topology = topology
@@ -53,6 +55,7 @@ class Placement:
         self.units = units
         self.prefetch = prefetch
         self.bucket_bytes = bucket_bytes
+        self.reduction = reduction
         self.groups = ProcessGroups()
 
     def place(self, model: nn.Module) -> PreparedModel:
@@ -63,6 +66,14 @@ class Placement:
         """
         if self.topology.world_size > 1:
             broadcast_initial_state(model, self.device)
+        return self.arrange(model)
+
+    def arrange(self, model: nn.Module) -> PreparedModel:
+        """Shards a model, or lays out its buckets; collective only in making process groups that do not exist yet.
+
+        Args:
+            model: as for ``place``, with the same weights on all ranks that sum its gradients.
+        """
         # One process on the CPU: its memory is host memory and holds everything, whatever the strategy.
         alone = self.topology.world_size == 1 and self.device.type == "cpu"
         if alone or not self.policies.is_sharded:
@@ -85,5 +96,7 @@ class Placement:
     def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
         if len(partition[0]) == 1:
             return None
+        if self.reduction is not None:
+            return self.reduction
         group = self.groups.of_partition(partition, self.topology.rank)
         return REDUCTIONS[self.communication_dtype](group)

@@ -17,8 +17,7 @@ from accelerate_lshdp.plan_validation import (
     require_number,
     require_object,
 )
-from accelerate_lshdp.planning import curves
-from accelerate_lshdp.planning.curves import RankProfile, TimeCurve
+from accelerate_lshdp.planning.curves import MemoryCurve, RankProfile, TimeCurve
 
 
 #: What kept a rank from larger micro-batches: its memory, the time budget, the user's maximum, or the data set.
@@ -80,7 +79,7 @@ class MeasuredRank:
     limited_by: str
     device: str
     optimizer_seconds: float
-    memory: curves.MemoryCurve | None
+    memory: MemoryCurve | None
     memory_limit_bytes: int | None
     bucket_ready: tuple[TimeCurve, ...]
 
@@ -102,6 +101,10 @@ class MeasuredRank:
             require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
         object.__setattr__(self, "spread", tuple(float(value) for value in spread))
         object.__setattr__(self, "bucket_ready", tuple(self.bucket_ready))
+        try:
+            self.profile()
+        except ValueError as error:
+            raise PlanError(str(error)) from None
 
     def profile(self) -> RankProfile:
         """This rank as the planner sees it."""
@@ -216,7 +219,7 @@ def read_rank(document: object) -> MeasuredRank:
     if section["memory"] is not None:
         with located("memory"):
             points = require_object(section["memory"], required=("batch_sizes", "bytes"))
-            memory = _read_curve(curves.MemoryCurve, points["batch_sizes"], points["bytes"], "bytes")
+            memory = _read_curve(MemoryCurve, points["batch_sizes"], points["bytes"], "bytes")
     return MeasuredRank(
         time=_read_curve(TimeCurve, section["batch_sizes"], section["seconds"], "seconds"),
         spread=section["spread"],

@@ -1,0 +1,151 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""A rank that trains alone: the engine's own mechanisms, as if every rank were a node of its own.
+
+Nothing travels between ranks, so what is measured is this rank's time only, and a rank that fails leaves no other one
+waiting. What a strategy costs on the rank itself (streaming from host memory, buckets) stays in the figure.
+World-sharded strategies gather over the network, so they are measured with all parameters on the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.placement import Placement
+from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.profiling.subject import Subject, fresh
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.accelerator import LSHDPAccelerator
+
+#: What stands in for strategies that communicate in the forward and backward.
+_MEASURED_AS = {
+    Strategy.FSDP: Strategy.GROUP_SHARDING,
+    Strategy.ZERO2: Strategy.GROUP_SHARDING,
+    Strategy.FSDP_OFFLOAD: Strategy.LSDP,
+}
+
+
+class LoneRank:
+    """Trains micro-batches on this rank.
+
+    Args:
+        accelerator: gives device, rank and precision.
+        strategy: the one to measure.
+        units: as for ``LSDPPlugin``; None: those of the accelerator.
+        bucket_megabytes: size of the gradient buckets of ``ddp``.
+        reduction: gets the gradient buckets of synchronised backwards, None: there are none.
+
+    Making one is collective over all ranks (it makes process groups); nothing else is.
+    """
+
+    def __init__(
+        self,
+        accelerator: LSHDPAccelerator,
+        strategy: Strategy,
+        *,
+        units: Sequence[str] | None,
+        bucket_megabytes: float,
+        reduction: GradientReduction | None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        options = accelerator.lsdp_plugin
+        measured_as = _MEASURED_AS.get(strategy, strategy)
+        reshard = options.reshard_after_forward
+        self.policies = resolve_policies(
+            measured_as,
+            Topology(accelerator.process_index, (1,) * accelerator.num_processes),
+            device_type=self.device.type,
+            mixed_precision=accelerator.mixed_precision,
+            reshard_after_forward=False if strategy is Strategy.ZERO2 else reshard,
+            pin_memory=options.pin_memory,
+        )
+        self._placement = Placement(
+            self.policies,
+            Topology(accelerator.process_index, (1,) * accelerator.num_processes),
+            device=self.device,
+            clock=WaitClock(),
+            communication_dtype=options.communication_dtype,
+            units=options.units if units is None else tuple(units),
+            prefetch=options.prefetch,
+            bucket_bytes=int(bucket_megabytes * 1e6),
+            reduction=reduction,
+        )
+        if self.policies.is_sharded and accelerator.num_processes > 1:
+            # Kept by the placement, so that placing the model on this rank needs no other rank.
+            self._placement.groups.of_partition(self.policies.shard_groups, accelerator.process_index)
+
+    def build(self, subject: Subject) -> None:
+        """Places the model; the optimizer follows it.
+
+        Raises:
+            ValueError: nothing in the model can be trained.
+        """
+        self._subject = subject
+        self.model = subject.model.train()
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
+        if not (self.policies.is_sharded and self.policies.strategy.is_offloaded):
+            self.model.to(self.device)
+        before = dict(self.model.named_parameters(remove_duplicate=False))
+        self._prepared = self._placement.arrange(self.model)
+        after = dict(self.model.named_parameters(remove_duplicate=False))
+        replaced = {id(parameter): after[name] for name, parameter in before.items() if name in after}
+        for group in subject.optimizer.param_groups:
+            group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch on the device."""
+        return send_to_device(fresh(batch), self.device)
+
+    def train(self, batch: Any, *, synchronise: bool = False) -> None:
+        """Forward and backward of a micro-batch that is on the device; gradients are added to those that are there."""
+        try:
+            loss = self._loss(fresh(batch))
+            self._prepared.begin_backward(synchronise)
+            loss.backward()
+            self._prepared.finish_backward()
+        except BaseException:
+            self._prepared.abandon_backward()
+            raise
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        # FSDP2 casts by itself, as it does in training.
+        casts = contextlib.nullcontext() if self.policies.is_sharded else self.accelerator.autocast()
+        with casts:
+            loss = self._subject.loss(self.model, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError(f"found a loss of type {type(loss).__name__}, expected a tensor with one element")
+        return loss
+
+    def step(self) -> None:
+        """One optimizer step with the gradients that are there."""
+        self._prepared.before_step()
+        self._subject.optimizer.step()
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
+        for parameter in self._prepared.trainable_parameters():
+            parameter.grad = None
+
+    def recover(self) -> None:
+        """Gives back the memory that a micro-batch left that was too large."""
+        self.drop_gradients()
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
+
+    def synchronise(self) -> None:
+        """Waits until the device has done what it was told."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)

@@ -1,0 +1,116 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How much memory a micro-batch needs at its peak, and how much there is."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import psutil
+import torch
+
+
+class MemoryMeter(ABC):
+    """The peak of this rank's memory since the last `restart`, in bytes."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Begins a new peak."""
+
+    @abstractmethod
+    def peak(self) -> int:
+        """The largest number of bytes in use since `restart`."""
+
+    @abstractmethod
+    def default_limit(self, local_ranks: int) -> int:
+        """What this rank may use in all, if nothing else is said and ``local_ranks`` ranks share the node."""
+
+
+class DeviceMeter(MemoryMeter):
+    """The memory of a CUDA device, as its caching allocator counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def default_limit(self, local_ranks: int) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+class ResidentMeter(MemoryMeter):
+    """The resident memory of this process, Python and libraries included.
+
+    Linux can restart the peak that it keeps (``VmHWM``). Where it does not let us (`restarts` is False), the peak is
+    that of the whole process; measured in the order of growing micro-batches it is then never too small.
+    """
+
+    def __init__(self, process: Path = Path("/proc/self")) -> None:
+        self._process = process
+        self.restarts = self._restarted()
+
+    def _restarted(self) -> bool:
+        try:
+            (self._process / "clear_refs").write_text("5")
+            return self._high_water() is not None
+        except OSError:
+            return False
+
+    def _high_water(self) -> int | None:
+        for line in (self._process / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return None
+
+    def restart(self) -> None:
+        if self.restarts:
+            self._restarted()
+
+    def peak(self) -> int:
+        if self.restarts:
+            return self._high_water()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def default_limit(self, local_ranks: int) -> int:
+        free = psutil.virtual_memory().available
+        in_group = free_in_control_group()
+        return psutil.Process().memory_info().rss + min(free, free if in_group is None else in_group) // local_ranks
+
+
+def meter_of(device: torch.device) -> MemoryMeter | None:
+    """What measures the memory of a kind of device, None if nothing does."""
+    if device.type == "cuda":
+        return DeviceMeter(device)
+    return ResidentMeter() if device.type == "cpu" else None
+
+
+def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:
+    """Bytes that this process's control group may still take, None if it has no limit."""
+    free = []
+    for line in _lines(process / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        names = {"": (".", "memory.max", "memory.current")}
+        names["memory"] = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        for controller in set(controllers.split(",")) & names.keys():
+            folder, limit, usage = names[controller]
+            # In a container the group's own folder may be mounted as the root.
+            for place in (root / folder / path.lstrip("/"), root / folder):
+                numbers = [text for name in (limit, usage) for text in _lines(place / name)[:1]]
+                if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+                    free.append(max(0, int(numbers[0]) - int(numbers[1])))
+    return min(free, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

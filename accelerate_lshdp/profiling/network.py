@@ -1,0 +1,147 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How long messages take between nodes: a ping-pong and an all-reduce sweep, fitted to latency + bytes * cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.profiling.measured import MessageTimes, Network
+
+
+#: Bytes. Small ones show the latency, large ones the bandwidth.
+PING_PONG_SIZES = (64, 65_536, 1_048_576)
+SMALLEST_ALL_REDUCE = 1024
+_GROWTH = 8
+_MOST_REPEATS = 10
+
+
+def fit_message_times(points: Iterable[tuple[int, float]]) -> MessageTimes:
+    """The line through measured (bytes, seconds) with the smallest sum of squared relative errors.
+
+    Relative, so that small messages decide the latency, which is nothing beside the seconds of a large one. Neither
+    latency nor cost is negative: where the best line has a negative one, the best line with 0 in its place is taken.
+
+    Raises:
+        ValueError: there are no points.
+    """
+    points = tuple(points)
+    if not points:
+        raise ValueError("found no measured messages, expected at least one")
+    # seconds[i] * 1 ~ latency + cost * bytes[i], each divided by seconds[i]: least squares of u*latency + v*cost = 1.
+    u = [1 / seconds for _, seconds in points]
+    v = [size / seconds for size, seconds in points]
+    su, sv, uu, vv = sum(u), sum(v), sum(a * a for a in u), sum(b * b for b in v)
+    uv = sum(a * b for a, b in zip(u, v, strict=True))
+    determinant = uu * vv - uv * uv
+    # Relative to its terms: with one size only, the determinant is zero up to rounding.
+    if determinant > 1e-12 * uu * vv:
+        latency, cost = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
+        if latency >= 0 and cost >= 0:
+            return MessageTimes(latency, cost, points)
+    candidates = [(su / uu, 0.0)] + ([(0.0, sv / vv)] if vv > 0 else [])
+
+    def error(line: tuple[float, float]) -> float:
+        return sum((line[0] * a + line[1] * b - 1) ** 2 for a, b in zip(u, v, strict=True))
+
+    return MessageTimes(*min(candidates, key=error), points)
+
+
+def all_reduce_sizes(largest: int) -> list[int]:
+    """Bytes of the sweep: from 1 KB by factors of 8 up to ``largest`` (a multiple of 4)."""
+    sizes, size = [], SMALLEST_ALL_REDUCE
+    while size < largest:
+        sizes.append(size)
+        size *= _GROWTH
+    return [*sizes, max(largest // 4 * 4, SMALLEST_ALL_REDUCE)]
+
+
+def measure_network(
+    topology: Topology,
+    device: torch.device,
+    bucket_bytes: Sequence[int],
+    seconds: float,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    on_progress: Callable[[float], None] = lambda spent: None,
+) -> Network:
+    """Measures on all ranks together (collective); the same result on all of them.
+
+    A size is measured several times while that takes not more than ``seconds`` in all; large ones that would exceed it
+    even once are left out. Each time is the median of its repeats on a rank, and the largest one of all ranks.
+
+    Args:
+        topology: of at least two ranks. The ping-pong is between rank 0 and the first rank of the second node, or
+            rank 1 where there is one node.
+        device: where gradients are.
+        bucket_bytes: sizes of the gradient buckets; the sweep ends at the largest.
+        seconds: how long it may take.
+    """
+    partner = topology.node_groups[1][0] if topology.num_nodes > 1 else 1
+    sweep = _Sweep(topology.rank, device, clock, on_progress)
+    ping_pong = sweep.run(lambda buffer: _ping_pong(buffer, topology.rank, partner), PING_PONG_SIZES, 0.2 * seconds)
+    all_reduce = sweep.run(dist.all_reduce, all_reduce_sizes(max(bucket_bytes, default=0)), 0.8 * seconds)
+    one_way = [(size, both_ways / 2) for size, both_ways in ping_pong]
+    return Network(fit_message_times(one_way), fit_message_times(all_reduce))
+
+
+def _ping_pong(buffer: torch.Tensor, rank: int, partner: int) -> None:
+    if rank == 0:
+        dist.send(buffer, partner)
+        dist.recv(buffer, partner)
+    elif rank == partner:
+        dist.recv(buffer, 0)
+        dist.send(buffer, 0)
+
+
+class _Sweep:
+    """Times one kind of exchange at growing sizes; all ranks decide alike, from times that all of them know."""
+
+    def __init__(
+        self, rank: int, device: torch.device, clock: Callable[[], float], on_progress: Callable[[float], None]
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        self._clock = clock
+        self._on_progress = on_progress
+        self._spent = 0.0
+
+    def run(
+        self, exchange: Callable[[torch.Tensor], object], sizes: Sequence[int], seconds: float
+    ) -> list[tuple[int, float]]:
+        """(bytes, seconds) of each size that there was time for, the smallest always."""
+        spent, points = 0.0, []
+        for size in sizes:
+            # As if the time grew with the bytes, which is too much for small ones.
+            expected = points[-1][1] * size / points[-1][0] if points else 0.0
+            affordable = int((seconds - spent) / expected) if expected > 0 else _MOST_REPEATS
+            if points and affordable < 1:
+                break
+            buffer = torch.zeros(max(1, size // 4), device=self._device)
+            # The first exchange sets up connections, and counts only if there is no time for a second one.
+            times = [self._time(exchange, buffer) for _ in range(max(1, min(affordable, _MOST_REPEATS)))]
+            own = median(times[1:] or times)
+            everyone: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
+            dist.all_gather_object(everyone, (own, sum(times)))
+            points.append((buffer.numel() * 4, max(time_of_rank for time_of_rank, _ in everyone)))
+            took = max(sum_of_rank for _, sum_of_rank in everyone)
+            spent += took
+            self._spent += took
+            self._on_progress(self._spent)
+        return points
+
+    def _time(self, exchange: Callable[[torch.Tensor], object], buffer: torch.Tensor) -> float:
+        self._synchronise()
+        before = self._clock()
+        exchange(buffer)
+        self._synchronise()
+        return self._clock() - before
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)

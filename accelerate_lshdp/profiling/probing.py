@@ -1,0 +1,167 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Finds the largest micro-batch that a rank can train on: sizes double until memory, time, data or the user says stop.
+
+A size is tried only if what was measured at the smaller ones, extended as a line, says that it fits. A device that
+runs out of memory all the same is no failure: the largest size is then found below that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accelerate_lshdp.profiling.local_step import probe_sizes
+
+
+#: What is predicted and reported is this much above what was measured: allocators round, and fragment.
+MEMORY_MARGIN = 0.05
+#: A size between powers of two is tried only if it is larger by this share: each costs time to measure.
+_WORTHWHILE = 1 / 16
+
+
+class OutOfMemory(Exception):
+    """A micro-batch did not fit."""
+
+
+class NothingFits(RuntimeError):
+    """Not even one sample can be trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The first measurement of a micro-batch size: seconds, and peak bytes (None: not measured)."""
+
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ends the search.
+
+    Args:
+        available: the number of samples in the data, if it is below its argument, else that argument.
+        remaining_seconds: what is left of the time for trials and the measurements after them.
+        measurements: how often each size is to be measured after its trial.
+        least_seconds: what a measurement takes at least.
+        max_batch: the user's maximum, None: none.
+        memory_bytes: what reported memory may not exceed, None: the device's own limit is met.
+        base_bytes: peak of what any micro-batch needs: parameters, gradients, optimizer.
+    """
+
+    available: Callable[[int], int]
+    remaining_seconds: Callable[[], float]
+    measurements: int = 3
+    least_seconds: float = 0.25
+    max_batch: int | None = None
+    memory_bytes: int | None = None
+    base_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The sizes to measure with their trials, and what kept the rank from larger ones (see ``measured.LIMITS``)."""
+
+    trials: dict[int, Trial]
+    limited_by: str
+
+
+def with_margin(measured: float) -> int:
+    """What is reported for a measured number of bytes, or predicted from measured ones."""
+    return math.ceil(measured * (1 + MEMORY_MARGIN))
+
+
+def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
+    """Tries growing micro-batches.
+
+    Args:
+        attempt: trains on that many samples; raises `OutOfMemory` if they do not fit.
+        limits: what ends the search.
+
+    Returns:
+        The powers of two that fit, and the largest size that does.
+
+    Raises:
+        NothingFits: a single sample needs too much memory, or there is none.
+    """
+    trials: dict[int, Trial] = {}
+    largest, too_large = 0, 0
+    while True:
+        if too_large:
+            size, reason = (largest + too_large) // 2, "memory"
+        else:
+            size, reason = _next_size(trials, largest, limits)
+        exact = reason in ("", "request", "data")
+        if size <= largest or (not exact and largest and size - largest < largest * _WORTHWHILE):
+            return Found({size: trials[size] for size in probe_sizes(largest)}, reason)
+        trial = _try(attempt, size)
+        if trial is not None and _fits(trial.peak_bytes, limits):
+            trials[size] = trial
+            largest = size
+        elif size > 1:
+            too_large = size
+        else:
+            raise NothingFits(_too_small(trial, limits))
+
+
+def _try(attempt: Callable[[int], Trial], size: int) -> Trial | None:
+    try:
+        return attempt(size)
+    except OutOfMemory:
+        return None
+
+
+def _fits(peak_bytes: float | None, limits: Limits) -> bool:
+    if limits.memory_bytes is None or peak_bytes is None:
+        return True
+    return with_margin(max(peak_bytes, limits.base_bytes)) <= limits.memory_bytes
+
+
+def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[int, str]:
+    """The next power of two, or the largest size before it that a limit allows, and which limit does."""
+    size, reason = 1 << largest.bit_length(), ""
+    if limits.max_batch is not None and size > limits.max_batch:
+        size, reason = limits.max_batch, "request"
+    if limits.available(size) < size:
+        size, reason = limits.available(size), "data"
+    if not largest:  # nothing is known yet
+        if size < 1:
+            raise NothingFits("found no sample in the data set, expected at least one")
+        return size, reason
+    for limit, allows in (("memory", _memory_allows), ("time", _time_allows)):
+        allowed = next((n for n in range(size, largest, -1) if allows(n, trials, largest, limits)), largest)
+        if allowed < size:
+            size, reason = allowed, limit
+    return size, reason
+
+
+def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
+    """Whether the measured peaks, extended as the steepest line from an earlier one to the last, stay in the limit."""
+    peak = trials[largest].peak_bytes
+    if limits.memory_bytes is None or peak is None:
+        return True
+    earlier = {0: limits.base_bytes, **{n: trial.peak_bytes for n, trial in trials.items() if n != largest}}
+    slope = max(0.0, *((peak - bytes_then) / (largest - n) for n, bytes_then in earlier.items()))
+    return _fits(peak + slope * (size - largest), limits)
+
+
+def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
+    """Whether a trial of the size, and the measurements of all sizes after it, can be paid from the time that is left.
+
+    Time is taken to grow no faster than the number of samples. A trial is two micro-batches.
+    """
+    seconds = trials[largest].seconds * size / largest
+    measured = [seconds, *(trials[n].seconds for n in probe_sizes(largest))]
+    total = 2 * seconds + limits.measurements * sum(max(limits.least_seconds, one) for one in measured)
+    return total <= limits.remaining_seconds()
+
+
+def _too_small(trial: Trial | None, limits: Limits) -> str:
+    if trial is None:
+        return "a micro-batch of one sample does not fit the memory; shard the parameters, or use a smaller model"
+    return (
+        f"a micro-batch of one sample needs {with_margin(max(trial.peak_bytes, limits.base_bytes))} bytes"
+        f" ({MEMORY_MARGIN:.0%} margin included), but the memory limit is {limits.memory_bytes}; raise the limit, or"
+        " use a smaller model"
+    )

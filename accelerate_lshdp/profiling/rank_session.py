@@ -1,0 +1,218 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What one rank measures by itself: sizes and their memory, times, buckets, and the optimizer's step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerate_lshdp.planning.curves import MemoryCurve, TimeCurve
+from accelerate_lshdp.profiling.alone import LoneRank
+from accelerate_lshdp.profiling.memory import MemoryMeter
+from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
+from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
+from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
+from accelerate_lshdp.profiling.subject import Samples
+
+
+_READY_ROUNDS = 3
+
+
+class OtherRankFailed(Exception):
+    """Measuring ends early, because another rank has failed."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank's measurements depend on beside the rank.
+
+    Args:
+        remaining: seconds left of the current phase.
+        others_measure: says that this rank's times are quiet; returns whether another rank's are not.
+        another_failed: whether another rank has failed.
+        on_measurement: called after each measurement.
+        clock: seconds, monotonic.
+    """
+
+    remaining: Callable[[], float]
+    others_measure: Callable[[], bool] = lambda: False
+    another_failed: Callable[[], bool] = lambda: False
+    on_measurement: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+
+
+class RankSession:
+    """Measures one rank, step by step: `warm_up`, `find`, `repeat`, `full_steps`.
+
+    Args:
+        rank: trains the micro-batches.
+        samples: their data.
+        meter: measures memory, None: it is not measured.
+        noting: what ``rank`` gives its buckets to, None: there are none.
+        surroundings: see there.
+    """
+
+    def __init__(
+        self,
+        rank: LoneRank,
+        samples: Samples,
+        meter: MemoryMeter | None,
+        noting: NotingReduction | None,
+        surroundings: Surroundings,
+    ) -> None:
+        self._rank = rank
+        self._samples = samples
+        self._meter = meter
+        self._noting = noting
+        self._surroundings = surroundings
+        self._base_bytes = 0
+
+    def warm_up(self) -> None:
+        """Trains on one sample; afterwards gradients and the optimizer's state have been there.
+
+        Raises:
+            NothingFits: there is no sample, or not enough memory for one.
+        """
+        if not self._samples.available(1):
+            raise NothingFits("found no sample in the data set, expected at least one")
+        try:
+            self._first_steps()
+        except Exception as error:
+            if _is_out_of_memory(error):
+                raise NothingFits(f"a micro-batch of one sample does not fit the memory ({error})") from error
+            raise
+
+    def _first_steps(self) -> None:
+        self._train(self._samples.batch(1), synchronise=True)
+        self._rank.step()
+        self._restart_meter()
+        # With state and gradients, without activations: what no micro-batch can do with less.
+        self._rank.step()
+        self._rank.synchronise()
+        self._base_bytes = self._meter.peak() if self._meter is not None else 0
+        self._rank.drop_gradients()
+
+    def find(self, max_batch: int | None, memory_bytes: int | None) -> Found:
+        """The sizes that this rank can train on. Raises NothingFits as `find_sizes`."""
+        limits = Limits(
+            self._samples.available,
+            self._surroundings.remaining,
+            measurements=LEAST_REPEATS,
+            least_seconds=LEAST_SECONDS,
+            max_batch=max_batch,
+            memory_bytes=memory_bytes,
+            base_bytes=self._base_bytes,
+        )
+        return find_sizes(self._attempt, limits)
+
+    def memory(self, found: Found) -> MemoryCurve | None:
+        """The reported peak of each size, never below what was measured; None if it was not measured."""
+        if self._meter is None:
+            return None
+        peaks = [with_margin(max(trial.peak_bytes, self._base_bytes)) for trial in found.trials.values()]
+        return MemoryCurve(tuple(found.trials), tuple(peaks))
+
+    def _attempt(self, size: int) -> Trial:
+        """Two accumulated micro-batches: the second one meets the gradients of the first."""
+        self._go_on()
+        batch = self._rank.to_device(self._samples.batch(size))
+        self._restart_meter()
+        try:
+            self._train(batch)
+            seconds = self._train(batch, synchronise=True)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            seconds = None
+        del batch
+        if seconds is None:  # outside of the handler, whose traceback keeps what did not fit
+            self._rank.recover()
+            raise OutOfMemory
+        peak = self._meter.peak() if self._meter is not None else None
+        self._rank.drop_gradients()
+        self._surroundings.on_measurement()
+        return Trial(seconds, peak)
+
+    def repeat(self, found: Found) -> dict[int, Repeats]:
+        """Measures the sizes until they are quiet or the phase is over."""
+
+        def run(size: int, count: int) -> float:
+            self._go_on()
+            batch = self._rank.to_device(self._samples.batch(size))
+            began = self._now()
+            for _ in range(count):
+                self._rank.train(batch)
+                self._rank.drop_gradients()
+            seconds = self._now() - began
+            self._surroundings.on_measurement()
+            return seconds
+
+        return measure_repeatedly(
+            run,
+            {size: trial.seconds for size, trial in found.trials.items()},
+            remaining=self._surroundings.remaining,
+            others_measure=self._surroundings.others_measure,
+        )
+
+    def full_steps(self, seconds: dict[int, float]) -> tuple[float, list[TimeCurve], list[int]]:
+        """Optimizer seconds, one curve of readiness a bucket, and the bytes of each bucket.
+
+        Args:
+            seconds: of a micro-batch of each size.
+        """
+        fractions, steps = ReadyFractions(), []
+        for place, size in enumerate(readiness_order(list(seconds)) * _READY_ROUNDS):
+            if place and seconds[size] > self._surroundings.remaining():
+                continue
+            self._go_on()
+            self._rank.drop_gradients()
+            total = self._train(self._rank.to_device(self._samples.batch(size)), synchronise=True)
+            if self._noting is not None:
+                fractions.add(size, self._noting.seconds(), total)
+            steps.append(self._step_seconds(1))
+            self._surroundings.on_measurement()
+        # The last gradients are still there.
+        repeats = measure_repeatedly(
+            lambda _, count: self._step_seconds(count), {0: min(steps)}, remaining=self._surroundings.remaining
+        )
+        self._rank.drop_gradients()
+        if self._noting is None:
+            return repeats[0].median, [], []
+        return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
+
+    def _train(self, batch: Any, *, synchronise: bool = False) -> float:
+        """Seconds of a micro-batch that is already on the device."""
+        began = self._now()
+        if synchronise and self._noting is not None:
+            self._noting.begin(self._rank.device)
+        self._rank.train(batch, synchronise=synchronise)
+        return self._now() - began
+
+    def _step_seconds(self, count: int) -> float:
+        began = self._now()
+        for _ in range(count):
+            self._rank.step()
+        return self._now() - began
+
+    def _now(self) -> float:
+        self._rank.synchronise()
+        return self._surroundings.clock()
+
+    def _restart_meter(self) -> None:
+        if self._meter is not None:
+            self._meter.restart()
+
+    def _go_on(self) -> None:
+        if self._surroundings.another_failed():
+            raise OtherRankFailed
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # What torch raises for host memory has no class of its own.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

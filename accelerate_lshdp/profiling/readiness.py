@@ -1,0 +1,110 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""When each bucket of gradients is ready to travel, counted from the start of the forward.
+
+The engine's own order of reductions is used, with a reduction that only notes when it is started and sends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
+from accelerate_lshdp.planning.curves import TimeCurve
+
+
+class _NothingToWaitFor(PendingReduction):
+    def wait(self) -> None:
+        return
+
+
+class NotingReduction(GradientReduction):
+    """Notes when each bucket would begin to travel, and how many bytes it has.
+
+    Args:
+        group: the ranks that would share the gradients.
+        wire_dtype: precision in which they would travel, None: their own.
+        clock: seconds, monotonic; devices with streams are asked for their own time.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wire_dtype: torch.dtype | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(group)
+        self._wire_dtype = wire_dtype
+        self._clock = clock
+        self._began: float | torch.Event = 0.0
+        self._noted: list[float | torch.Event] = []
+        self.bucket_bytes: list[int] = []
+
+    def begin(self, device: torch.device) -> None:
+        """A forward starts now."""
+        self._began = self._now(device)
+        self._noted.clear()
+        self.bucket_bytes.clear()
+
+    def start(self, buffer: torch.Tensor) -> PendingReduction:
+        self._noted.append(self._now(buffer.device))
+        self.bucket_bytes.append(buffer.numel() * (self._wire_dtype or buffer.dtype).itemsize)
+        return _NothingToWaitFor()
+
+    def seconds(self) -> list[float]:
+        """Seconds from `begin` to the start of each bucket; the device must have been waited for."""
+        if isinstance(self._began, float):
+            return [noted - self._began for noted in self._noted]
+        return [self._began.elapsed_time(noted) / 1000 for noted in self._noted]
+
+    def _now(self, device: torch.device) -> float | torch.Event:
+        if device.type == "cpu":
+            return float(self._clock())
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
+
+
+class ReadyFractions:
+    """Which part of a forward and backward is over when each bucket is ready.
+
+    A part of the same run, because runs differ when a machine is disturbed or throttled, and their parts much less.
+    """
+
+    def __init__(self) -> None:
+        self._fractions: dict[int, list[Sequence[float]]] = {}
+
+    def add(self, size: int, ready: Sequence[float], total: float) -> None:
+        """One run: seconds of each bucket, and of the whole forward and backward."""
+        self._fractions.setdefault(size, []).append([min(1.0, seconds / total) for seconds in ready])
+
+    def curves(self, seconds: Mapping[int, float]) -> list[TimeCurve]:
+        """One curve a bucket, at the sizes of ``seconds`` (of the whole forward and backward).
+
+        Sizes without a run get the parts of their neighbours, on a line between them.
+
+        Raises:
+            RuntimeError: runs had different numbers of buckets.
+        """
+        runs = [run for of_size in self._fractions.values() for run in of_size]
+        if len({len(run) for run in runs}) > 1:
+            raise RuntimeError(f"found {sorted({len(run) for run in runs})} gradient buckets in different backwards")
+        measured = sorted(self._fractions)
+        curves = []
+        for bucket in range(len(runs[0])):
+            parts = [median(run[bucket] for run in self._fractions[size]) for size in measured]
+            at_sizes = np.interp(list(seconds), measured, parts)
+            ready = [part * whole for part, whole in zip(at_sizes, seconds.values(), strict=True)]
+            curves.append(TimeCurve(tuple(seconds), tuple(map(float, ready))))
+        return curves
+
+
+def readiness_order(sizes: Sequence[int]) -> list[int]:
+    """The sizes in the order in which to measure them while there is time: the ends first, then the largest."""
+    ascending = sorted(sizes)
+    return list(dict.fromkeys([ascending[-1], ascending[0], *reversed(ascending)]))

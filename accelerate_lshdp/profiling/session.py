@@ -1,0 +1,284 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``profile_ranks``: one profiling run of all ranks, from a user's objects to a `Profile`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.agreement import raise_together
+from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.plan_sections import Cluster, Node
+from accelerate_lshdp.planning.curves import TimeCurve
+from accelerate_lshdp.profiling.alone import LoneRank
+from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.profiling.measured import MeasuredRank, Network, ProfiledScript
+from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
+from accelerate_lshdp.profiling.network import measure_network
+from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
+from accelerate_lshdp.profiling.readiness import NotingReduction
+from accelerate_lshdp.profiling.subject import Samples, Subject
+from accelerate_lshdp.profiling.together import Together
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.accelerator import LSHDPAccelerator
+
+#: By which part of the time each phase has to end; the network is measured in the rest.
+_CURVES_END, _STEPS_END = 0.70, 0.85
+_LEAST_NETWORK = 0.05
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class ProfilingOptions:
+    """How a profiling run measures.
+
+    Args:
+        seconds: how long it may take in all, the building of the model included.
+        strategy: the one to measure for.
+        max_batch: the largest micro-batch to measure, None: the largest that is possible.
+        memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
+            the host.
+        units: as for ``LSDPPlugin``; None: those of the accelerator.
+        bucket_megabytes: size of the gradient buckets of ``ddp``.
+
+    Raises:
+        ValueError: an impossible value; it says which.
+    """
+
+    seconds: float = 60.0
+    strategy: Strategy | str = Strategy.LSDP
+    max_batch: int | None = None
+    memory_limit_bytes: int | None = None
+    units: tuple[str, ...] | None = None
+    bucket_megabytes: float = 25.0
+
+    def __post_init__(self) -> None:
+        known = [member.value for member in Strategy]
+        if str(self.strategy) not in known:
+            raise ValueError(f"found strategy {self.strategy!r}, expected one of {', '.join(known)}")
+        object.__setattr__(self, "strategy", Strategy(str(self.strategy)))
+        for name in ("seconds", "max_batch", "memory_limit_bytes", "bucket_megabytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"found {name}={value}, expected more than 0")
+        if isinstance(self.units, str):
+            raise ValueError(f"found units={self.units!r}, expected a tuple of names, such as ({self.units!r},)")
+
+
+def profile_ranks(
+    subject: Subject,
+    options: ProfilingOptions,
+    accelerator: LSHDPAccelerator,
+    on_progress: Callable[[str, float, float], None] | None = None,
+    *,
+    meter: Callable[[torch.device], MemoryMeter | None] = meter_of,
+) -> Profile:
+    """Measures all ranks, all at the same time (collective).
+
+    The subject is used up: its model is sharded and trained on a few samples, and should be thrown away.
+
+    Args:
+        subject: the user's objects, not prepared.
+        options: how to measure; only ``memory_limit_bytes`` may differ between ranks.
+        accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes do not matter.
+        on_progress: told the name of the phase, the seconds spent in it and those that it may take.
+        meter: what measures memory on a device.
+
+    Returns:
+        The same profile on all ranks.
+
+    Raises:
+        RuntimeError: on all ranks, if anything failed on any of them; it names the rank and the cause.
+    """
+    run = _Run(subject, options, accelerator, on_progress or (lambda phase, done, total: None), meter)
+    return run.profile()
+
+
+class _Run:
+    """One profiling run as this rank sees it. A phase that fails on any rank ends the run on all ranks."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        options: ProfilingOptions,
+        accelerator: LSHDPAccelerator,
+        on_progress: Callable[[str, float, float], None],
+        meter: Callable[[torch.device], MemoryMeter | None],
+    ) -> None:
+        self._subject = subject
+        self._options = options
+        self._accelerator = accelerator
+        self._on_progress = on_progress
+        self._world_size = accelerator.num_processes
+        accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
+        self._together = Together(self._world_size)
+        accelerator.wait_for_everyone()
+        self._began = time.perf_counter()
+        self._phase_name, self._phase_began, self._phase_ends = "", 0.0, 0.0
+        self._meter = meter(accelerator.device)
+
+    def profile(self) -> Profile:
+        noting = self._noting()
+        script = self._in_phase("building the model", _CURVES_END, self._describe)
+        lone = self._in_phase("building the model", _CURVES_END, lambda: self._make_rank(noting))
+        session = self._in_phase("building the model", _CURVES_END, lambda: self._build(lone, noting))
+        # Again, because all ranks now begin to measure at the same time.
+        curves = self._in_phase("measuring micro-batches", _CURVES_END, lambda: self._measure_curves(session))
+        measured, bucket_bytes = self._in_phase(
+            "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
+        )
+        self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
+        network = self._in_phase("measuring the network", 1.0, lambda: self._measure_network(bucket_bytes))
+        everyone = self._gather((measured, self._spent()))
+        return Profile(
+            strategy=self._options.strategy,
+            subject=script,
+            cluster=Cluster(tuple(Node(size, device=lone.device.type) for size in self._topology.node_sizes)),
+            ranks=tuple(rank for rank, _ in everyone),
+            bucket_bytes=tuple(bucket_bytes),
+            network=network,
+            measured_seconds=max(seconds for _, seconds in everyone),
+            versions={"torch": torch.__version__},
+        )
+
+    @property
+    def _topology(self):  # noqa: ANN202 - the accelerator's
+        return self._accelerator.topology
+
+    # Phases
+
+    def _in_phase(self, name: str, ends: float, work: Callable[[], _Result]) -> _Result:
+        """Does this rank's part of a phase; raises on all ranks if it fails on any (collective)."""
+        self._phase_name = name
+        self._phase_began, self._phase_ends = self._spent(), ends * self._options.seconds
+        self._tell_progress()
+        error: BaseException | None = None
+        result = None
+        try:
+            result = work()
+        except OtherRankFailed:
+            pass  # that rank says what happened
+        except (Exception, SystemExit) as found:
+            error = found
+            self._together.post("failure")
+        raise_together(error)
+        self._tell_progress(finished=True)
+        return result
+
+    def _spent(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _remaining(self) -> float:
+        return self._phase_ends - self._spent()
+
+    def _tell_progress(self, finished: bool = False) -> None:
+        total = max(0.0, self._phase_ends - self._phase_began)
+        self._on_progress(
+            self._phase_name, total if finished else min(total, self._spent() - self._phase_began), total
+        )
+
+    # What this rank does in them
+
+    def _noting(self) -> NotingReduction | None:
+        if self._world_size == 1:
+            return None
+        compressed = self._accelerator.lsdp_plugin.communication_dtype == "bf16"
+        return NotingReduction(dist.group.WORLD, torch.bfloat16 if compressed else None)
+
+    def _describe(self) -> ProfiledScript:
+        parameters = list(self._subject.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
+        gradient_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in trained)
+        return ProfiledScript(None, (), sum(parameter.numel() for parameter in parameters), gradient_bytes)
+
+    def _make_rank(self, noting: NotingReduction | None) -> LoneRank:
+        return LoneRank(
+            self._accelerator,
+            self._options.strategy,
+            units=self._options.units,
+            bucket_megabytes=self._options.bucket_megabytes,
+            reduction=noting,
+        )
+
+    def _build(self, lone: LoneRank, noting: NotingReduction | None) -> RankSession:
+        lone.build(self._subject)
+        surroundings = Surroundings(
+            self._remaining, self._others_measure, lambda: self._together.posted_by_any("failure"), self._tell_progress
+        )
+        session = RankSession(lone, Samples(self._subject.train_dataloader), self._meter, noting, surroundings)
+        session.warm_up()
+        return session
+
+    def _others_measure(self) -> bool:
+        self._together.post("quiet")
+        return not self._together.posted_by_all("quiet")
+
+    def _measure_curves(self, session: RankSession) -> tuple[Any, ...]:
+        limit = self._options.memory_limit_bytes
+        if limit is None and self._meter is not None:
+            limit = self._meter.default_limit(self._topology.node_sizes[self._topology.node])
+        found = session.find(self._options.max_batch, limit)
+        return limit, found, session.memory(found), session.repeat(found)
+
+    def _measure_steps(self, session: RankSession, *curves: Any) -> tuple[MeasuredRank, list[int]]:
+        limit, found, memory, repeats = curves
+        seconds = {size: measured.median for size, measured in repeats.items()}
+        optimizer_seconds, ready, bucket_bytes = session.full_steps(seconds)
+        rank = MeasuredRank(
+            rank=self._accelerator.process_index,
+            time=TimeCurve(tuple(seconds), tuple(seconds.values())),
+            spread=tuple(measured.spread for measured in repeats.values()),
+            max_micro_batch_size=max(seconds),
+            limited_by=found.limited_by,
+            device=device_name(self._accelerator.device),
+            optimizer_seconds=optimizer_seconds,
+            memory=memory,
+            memory_limit_bytes=limit if memory is not None else None,
+            bucket_ready=tuple(ready),
+        )
+        return rank, bucket_bytes
+
+    def _measure_network(self, bucket_bytes: list[int]) -> Network | None:
+        if self._world_size == 1:
+            return None
+        left = min(self._gather(self._remaining()))  # the same on all ranks
+        seconds = max(left, _LEAST_NETWORK * self._options.seconds)
+        return measure_network(
+            self._topology,
+            self._accelerator.device,
+            bucket_bytes,
+            min(seconds, (1 - _STEPS_END) * self._options.seconds),
+            on_progress=lambda spent: self._tell_progress(),
+        )
+
+    def _gather(self, value: _Result) -> list[_Result]:
+        everyone: list[Any] = [value] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(everyone, value)
+        return everyone
+
+
+def device_name(device: torch.device) -> str:
+    """The product name of a GPU, or of this machine's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        try:
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+        except OSError:
+            lines = []
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return next(filter(None, names), platform.processor() or platform.machine() or "cpu")
+    return device.type

@@ -1,0 +1,83 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What is profiled: the objects of a user's script, and micro-batches of any size from its data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def output_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of models that compute it themselves, as those of transformers do when they are given labels."""
+    return model(**batch).loss
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A user's training, as it stands before ``accelerator.prepare``.
+
+    Args:
+        model: in host memory, not prepared. It is used up: its parameters are sharded and changed.
+        train_dataloader: its data set and ``collate_fn`` make the micro-batches; neither its ``batch_size`` nor the
+            order of its sampler matters.
+        optimizer: of the model's parameters, before its first step.
+        loss: computes the loss of a micro-batch (as ``collate_fn`` returns it, on the device).
+    """
+
+    model: nn.Module
+    train_dataloader: DataLoader
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[nn.Module, Any], torch.Tensor] = output_loss
+
+
+class Samples:
+    """The first samples of a loader's data set, read when they are needed and then kept.
+
+    Raises:
+        ValueError: the loader does not batch samples itself.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        # A prepared loader's own batching is replaced, but the data set's is not.
+        if loader.batch_size is None and loader.batch_sampler is None:
+            raise ValueError(
+                "found a loader with batch_size=None, whose data set makes batches itself; expected one that batches "
+                "samples: micro-batches of other sizes are needed"
+            )
+        self._collate = loader.collate_fn
+        self._unread = _in_order(loader.dataset)
+        self._read: list[Any] = []
+
+    def available(self, wanted: int) -> int:
+        """``wanted``, or the number of samples in the data set if there are fewer."""
+        while len(self._read) < wanted:
+            try:
+                self._read.append(next(self._unread))
+            except StopIteration:
+                return len(self._read)
+        return wanted
+
+    def batch(self, size: int) -> Any:
+        """The first ``size`` samples, collated. Raises ValueError if there are fewer."""
+        if self.available(size) < size:
+            raise ValueError(f"found {len(self._read)} samples in the data set, expected {size}")
+        return self._collate(self._read[:size])
+
+
+def _in_order(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, IterableDataset):
+        yield from dataset
+    else:
+        for index in range(len(dataset)):
+            yield dataset[index]
+
+
+def fresh(batch: Any) -> Any:
+    """The batch in a container of its own: user code may take entries out (``batch.pop("labels")``)."""
+    return copy.copy(batch) if isinstance(batch, (MutableMapping, list)) else batch
