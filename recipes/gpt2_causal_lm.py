@@ -13,6 +13,7 @@ Fine-tune the real one with `--model_name_or_path gpt2`. Other text: `--dataset_
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 from itertools import chain
 from pathlib import Path
@@ -22,10 +23,11 @@ from accelerate.utils import set_seed
 from datasets import DatasetDict, load_dataset
 from embedded_data import byte_level_tokenizer, fingerprint, standard_library_dataset
 from hub import from_the_hub
+from learning_rate import scaled_learning_rate
 from results import write_results
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from training_arguments import add_training_arguments, positive_int
+from training_arguments import add_training_arguments, check_profiled_precision, positive_int
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,6 +38,7 @@ from transformers import (
 )
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator
+from accelerate_lshdp.profiling import Subject
 
 
 # No dropout anywhere: then two runs with different plans draw the same loss curve, and can be laid over each other.
@@ -166,6 +169,50 @@ def group_into_blocks(dataset: DatasetDict, tokenizer, block_size: int) -> Datas
     return blocks
 
 
+def load_data_and_model(args: argparse.Namespace):
+    """The text in blocks of tokens, the model and its tokenizer."""
+    dataset = load_text(args)
+    model, tokenizer = build_model(args, dataset)
+    return group_into_blocks(dataset, tokenizer, choose_block_size(args, model)), model, tokenizer
+
+
+def get_dataloaders(args: argparse.Namespace, dataset: DatasetDict) -> tuple[DataLoader, DataLoader]:
+    """The loaders for training and evaluation."""
+    train_dataloader = DataLoader(
+        dataset["train"],
+        shuffle=True,
+        collate_fn=default_data_collator,
+        batch_size=args.per_device_train_batch_size,
+        num_workers=args.num_workers,
+    )
+    eval_dataloader = DataLoader(
+        dataset["validation"],
+        collate_fn=default_data_collator,
+        batch_size=args.per_device_eval_batch_size,
+        num_workers=args.num_workers,
+    )
+    return train_dataloader, eval_dataloader
+
+
+def get_optimizer(args: argparse.Namespace, model, learning_rate: float) -> torch.optim.Optimizer:
+    # Weight decay for the matrices, none for biases and layer norms.
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=learning_rate,
+    )
+
+
+def profiling_subject(argv: list[str]) -> Subject:
+    """What `accelerate-lshdp profile` measures: model, data and optimizer of a training with these arguments."""
+    args = parse_args(argv)
+    check_profiled_precision(args)
+    dataset, model, _ = load_data_and_model(args)
+    train_dataloader, _ = get_dataloaders(args, dataset)
+    return Subject(model, train_dataloader, get_optimizer(args, model, args.learning_rate))
+
+
 def check_same_text(accelerator: LSHDPAccelerator, dataset: DatasetDict) -> None:
     """Stop every rank unless all have the same embedded text, which is that of each node's Python."""
     here = torch.tensor([fingerprint(dataset["train"]["input_ids"])], device=accelerator.device)
@@ -204,6 +251,8 @@ def training_function(args: argparse.Namespace) -> None:
     # by tokens makes the gradient that of the mean over all tokens of the global batch, however the ranks share it.
     accelerator = LSHDPAccelerator(
         plan=args.plan,
+        batch_sizes=args.batch_sizes,
+        total_batch_size=args.total_batch_size,
         lsdp_plugin=LSDPPlugin(loss_weighting="tokens"),
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
@@ -217,34 +266,12 @@ def training_function(args: argparse.Namespace) -> None:
 
     # Every node prepares the data once, and its other processes find it in the cache.
     with accelerator.local_main_process_first():
-        dataset = load_text(args)
-        model, tokenizer = build_model(args, dataset)
-        block_size = choose_block_size(args, model)
-        dataset = group_into_blocks(dataset, tokenizer, block_size)
+        dataset, model, tokenizer = load_data_and_model(args)
     if args.dataset_name is None and args.train_file is None:
         check_same_text(accelerator, dataset)
-
-    train_dataloader = DataLoader(
-        dataset["train"],
-        shuffle=True,
-        collate_fn=default_data_collator,
-        batch_size=args.per_device_train_batch_size,
-        num_workers=args.num_workers,
-    )
-    eval_dataloader = DataLoader(
-        dataset["validation"],
-        collate_fn=default_data_collator,
-        batch_size=args.per_device_eval_batch_size,
-        num_workers=args.num_workers,
-    )
-
-    # Weight decay for the matrices, none for biases and layer norms.
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=args.learning_rate,
-    )
+    train_dataloader, eval_dataloader = get_dataloaders(args, dataset)
+    learning_rate = scaled_learning_rate(args, accelerator)
+    optimizer = get_optimizer(args, model, learning_rate)
 
     # Prepare everything. From here on, train_dataloader yields on each rank as many samples as the plan gives it.
     model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
@@ -347,6 +374,7 @@ def training_function(args: argparse.Namespace) -> None:
             or [args.per_device_train_batch_size] * accelerator.num_processes,
             "first_step": first_step,
             "completed_steps": completed_steps,
+            "learning_rate": learning_rate,
             "losses": losses,
         },
     )
@@ -354,7 +382,10 @@ def training_function(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    training_function(parse_args())
+    args = parse_args()
+    # Make one log on every process with the configuration for debugging.
+    logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
+    training_function(args)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import argparse
 
+from accelerate.state import AcceleratorState
+from learning_rate import LR_SCALINGS
+
 
 def positive_int(text: str) -> int:
     """Parse a whole number >= 1 (argparse `type`)."""
@@ -34,6 +37,17 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "Without it the environment variable ACCELERATE_LSHDP_PLAN is read, if set.",
     )
     group.add_argument(
+        "--batch_sizes",
+        choices=["auto"],
+        help="auto: the run finds out itself how to divide --total_batch_size samples over the ranks, beginning with "
+        "the plan's sizes or equal ones, and goes on doing so when a rank becomes slower or faster.",
+    )
+    group.add_argument(
+        "--total_batch_size",
+        type=positive_int,
+        help="Samples in a global batch, for --batch_sizes auto; a plan with batch sizes says it already.",
+    )
+    group.add_argument(
         "--per_device_train_batch_size",
         type=positive_int,
         default=16,
@@ -42,6 +56,13 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--per_device_eval_batch_size", type=positive_int, default=32)
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
     group.add_argument("--learning_rate", type=float, default=1e-3, help="Learning rate after the warmup.")
+    group.add_argument(
+        "--lr_scaling",
+        choices=LR_SCALINGS,
+        default="none",
+        help="What to do with the learning rate when the plan's global batch is not per_device_train_batch_size x "
+        "processes: multiply it by the ratio (linear), by its square root (sqrt), or leave it alone (default: none).",
+    )
     group.add_argument("--weight_decay", type=float, default=0.01)
     group.add_argument("--lr_scheduler_type", default="linear", help="A scheduler name of transformers.get_scheduler.")
     group.add_argument("--num_warmup_steps", type=int, default=10, help="Optimizer steps of learning rate warmup.")
@@ -73,3 +94,17 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="Experiment tracker: 'tensorboard', another of accelerate's, 'all' or 'none'.",
     )
+
+
+def check_profiled_precision(args: argparse.Namespace) -> None:
+    """For `profiling_subject`, where `accelerate-lshdp profile` has made the accelerator and not the recipe.
+
+    Raises:
+        ValueError: `--mixed_precision` is not what is being measured.
+    """
+    measured = AcceleratorState().mixed_precision
+    if args.mixed_precision not in (None, measured):
+        raise ValueError(
+            f"--mixed_precision {args.mixed_precision} is for the training, but this profile would measure "
+            f"'{measured}'. Give it to accelerate-lshdp profile, too: --mixed-precision {args.mixed_precision}."
+        )

@@ -13,6 +13,7 @@ Other images: `--dataset_name cifar10`, or `--train_dir DIR` with one sub-folder
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 
 import evaluate
@@ -23,10 +24,11 @@ from accuracy import Accuracy
 from datasets import ClassLabel, DatasetDict, Image, load_dataset
 from embedded_data import digits_dataset
 from hub import from_the_hub
+from learning_rate import scaled_learning_rate
 from results import write_results
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from training_arguments import add_training_arguments
+from training_arguments import add_training_arguments, check_profiled_precision
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -37,6 +39,7 @@ from transformers import (
 )
 
 from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.profiling import Subject
 
 
 logger = get_logger(__name__)
@@ -144,6 +147,57 @@ def build_model(args: argparse.Namespace, labels: list[str]):
     return ViTForImageClassification(config), ViTImageProcessor(size=size)
 
 
+def load_data_and_model(args: argparse.Namespace):
+    """The images as the model takes them, the model, and the image processor."""
+    dataset = load_images(args)
+    model, image_processor = build_model(args, dataset["train"].features["label"].names)
+
+    def preprocess(examples):
+        images = [image.convert("RGB") for image in examples["image"]]
+        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixel_values, "label": examples["label"]}
+
+    return dataset.with_transform(preprocess), model, image_processor
+
+
+def collate(examples):
+    return {
+        "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
+        "labels": torch.tensor([example["label"] for example in examples]),
+    }
+
+
+def get_dataloaders(args: argparse.Namespace, dataset: DatasetDict) -> tuple[DataLoader, DataLoader]:
+    """The loaders for training and evaluation."""
+    train_dataloader = DataLoader(
+        dataset["train"],
+        shuffle=True,
+        collate_fn=collate,
+        batch_size=args.per_device_train_batch_size,
+        num_workers=args.num_workers,
+    )
+    eval_dataloader = DataLoader(
+        dataset["validation"],
+        collate_fn=collate,
+        batch_size=args.per_device_eval_batch_size,
+        num_workers=args.num_workers,
+    )
+    return train_dataloader, eval_dataloader
+
+
+def get_optimizer(args: argparse.Namespace, model, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=args.weight_decay)
+
+
+def profiling_subject(argv: list[str]) -> Subject:
+    """What `accelerate-lshdp profile` measures: model, data and optimizer of a training with these arguments."""
+    args = parse_args(argv)
+    check_profiled_precision(args)
+    dataset, model, _ = load_data_and_model(args)
+    train_dataloader, _ = get_dataloaders(args, dataset)
+    return Subject(model, train_dataloader, get_optimizer(args, model, args.learning_rate))
+
+
 def load_metric(args: argparse.Namespace):
     """The Hub's accuracy, or the same from this folder when the Hub is not reachable or not needed otherwise."""
     if args.dataset_name is None and args.model_name_or_path is None:
@@ -171,6 +225,8 @@ def training_function(args: argparse.Namespace) -> None:
     # Initialize the accelerator. It reads the plan, and does the rest of what accelerate's Accelerator does.
     accelerator = LSHDPAccelerator(
         plan=args.plan,
+        batch_sizes=args.batch_sizes,
+        total_batch_size=args.total_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         mixed_precision=args.mixed_precision,
         log_with=None if args.report_to == "none" else args.report_to,
@@ -183,38 +239,11 @@ def training_function(args: argparse.Namespace) -> None:
 
     # Every node prepares the data once, and its other processes find it in the cache.
     with accelerator.local_main_process_first():
-        dataset = load_images(args)
-    labels = dataset["train"].features["label"].names
-    model, image_processor = build_model(args, labels)
+        dataset, model, image_processor = load_data_and_model(args)
+    train_dataloader, eval_dataloader = get_dataloaders(args, dataset)
+    learning_rate = scaled_learning_rate(args, accelerator)
+    optimizer = get_optimizer(args, model, learning_rate)
     metric = load_metric(args)
-
-    def preprocess(examples):
-        images = [image.convert("RGB") for image in examples["image"]]
-        pixel_values = image_processor(images, return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixel_values, "label": examples["label"]}
-
-    def collate(examples):
-        return {
-            "pixel_values": torch.stack([example["pixel_values"] for example in examples]),
-            "labels": torch.tensor([example["label"] for example in examples]),
-        }
-
-    dataset = dataset.with_transform(preprocess)
-    train_dataloader = DataLoader(
-        dataset["train"],
-        shuffle=True,
-        collate_fn=collate,
-        batch_size=args.per_device_train_batch_size,
-        num_workers=args.num_workers,
-    )
-    eval_dataloader = DataLoader(
-        dataset["validation"],
-        collate_fn=collate,
-        batch_size=args.per_device_eval_batch_size,
-        num_workers=args.num_workers,
-    )
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
 
     # Prepare everything. From here on, train_dataloader yields on each rank as many samples as the plan gives it.
     model, optimizer, train_dataloader, eval_dataloader = accelerator.prepare(
@@ -315,6 +344,7 @@ def training_function(args: argparse.Namespace) -> None:
             or [args.per_device_train_batch_size] * accelerator.num_processes,
             "first_step": first_step,
             "completed_steps": completed_steps,
+            "learning_rate": learning_rate,
             "losses": losses,
         },
     )
@@ -322,7 +352,10 @@ def training_function(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    training_function(parse_args())
+    args = parse_args()
+    # Make one log on every process with the configuration for debugging.
+    logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
+    training_function(args)
 
 
 if __name__ == "__main__":

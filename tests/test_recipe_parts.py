@@ -23,6 +23,9 @@ import gpt2_causal_lm as gpt2  # noqa: E402
 import vit_image_classification as vit  # noqa: E402
 from accuracy import Accuracy  # noqa: E402
 from datasets import Dataset, DatasetDict, config  # noqa: E402
+from learning_rate import scaled_learning_rate  # noqa: E402
+
+from accelerate_lshdp import LSHDPAccelerator, Plan  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +55,9 @@ def test_checkpointing_steps(recipe, text: str, parsed: int | str) -> None:
         (vit, ["--checkpointing_steps", "0"], "found '0'"),
         (vit, ["--per_device_train_batch_size", "-1"], "at least 1"),
         (gpt2, ["--max_train_steps", "many"], "at least 1, found 'many'"),
+        (vit, ["--lr_scaling", "cubic"], "choose from"),
+        (gpt2, ["--batch_sizes", "8,8"], "choose from"),
+        (gpt2, ["--total_batch_size", "0"], "at least 1"),
         (vit, ["--dataset_name", "cifar10", "--train_dir", "x"], "give one of them"),
         (vit, ["--validation_dir", "x"], "needs --train_dir"),
         (vit, ["--model_name_or_path", "x", "--model_config", "small"], "give one of them"),
@@ -246,3 +252,51 @@ def test_vit_sizes(name: str, millions: float) -> None:
     with torch.device("meta"):
         model, _ = vit.build_model(args, [str(i) for i in range(10)])
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "total", "accumulation", "expected", "said"),
+    [
+        ("none", None, 1, 0.001, None),
+        ("linear", None, 2, 0.001, None),
+        ("linear", 16, 1, 0.001, None),  # what the script would train on anyway
+        ("linear", 64, 1, 0.004, "64 samples under the plan, 16 without it: 4 times as many"),
+        ("linear", 64, 2, 0.004, "128 samples under the plan, 32 without it: 4 times"),
+        ("sqrt", 64, 1, 0.002, "--lr_scaling sqrt makes the learning rate 0.002, from 0.001."),
+        ("sqrt", 4, 1, 0.0005, "0.25 times as many"),
+        ("none", 64, 1, 0.001, "The learning rate stays 0.001 (--lr_scaling none; linear or sqrt would change it)"),
+    ],
+)
+def test_the_learning_rate_follows_the_total_as_asked(
+    scaling: str, total: int | None, accumulation: int, expected: float, said: str | None, caplog
+) -> None:
+    plan = Plan.equal() if total is None else Plan.from_batch_sizes([total])
+    args = vit.parse_args(
+        ["--output_dir", "out", "--lr_scaling", scaling, "--gradient_accumulation_steps", str(accumulation)]
+    )
+    accelerator = LSHDPAccelerator(cpu=True, plan=plan, gradient_accumulation_steps=accumulation)
+    with caplog.at_level("INFO"):
+        assert scaled_learning_rate(args, accelerator) == pytest.approx(expected)
+    messages = [record.message for record in caplog.records if record.name == "learning_rate"]
+    assert messages == [] if said is None else said in messages[0]
+
+
+@pytest.mark.parametrize(("recipe", "millions"), [(vit, 0.894), (gpt2, 0.957)])
+def test_what_is_profiled_is_what_is_trained(recipe, millions: float) -> None:
+    LSHDPAccelerator(cpu=True)
+    subject = recipe.profiling_subject(["--output_dir", "out", "--learning_rate", "0.5"])
+    parameters = list(subject.model.parameters())
+    assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=2e-3)
+    updated = [parameter for group in subject.optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in updated} == {id(parameter) for parameter in parameters}
+    assert all(group["lr"] == 0.5 for group in subject.optimizer.param_groups)
+    batch = next(iter(subject.train_dataloader))
+    assert len(batch["labels"]) == subject.train_dataloader.batch_size
+    assert subject.loss(subject.model, batch).isfinite()
+
+
+@pytest.mark.parametrize("recipe", [vit, gpt2])
+def test_profiling_another_precision_than_that_of_the_training_is_refused(recipe) -> None:
+    LSHDPAccelerator(cpu=True)
+    with pytest.raises(ValueError, match="would measure 'no'.*--mixed-precision bf16"):
+        recipe.profiling_subject(["--output_dir", "out", "--mixed_precision", "bf16"])
