@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
 CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks)
 
-.PHONY: quickstart test test-slow quality style clean
+.PHONY: quickstart test test-slow quality style clean benchmark-planning benchmark-cluster
 
 quickstart: $(VENV)/.installed
 	$(BIN)/accelerate-lshdp quickstart --output-dir $(OUTPUT)
@@ -23,6 +23,12 @@ quality: $(VENV)/.installed
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
+
+benchmark-planning: $(VENV)/.installed
+	$(BIN)/python benchmarks/planning.py $(BENCHMARK_ARGS)
+
+benchmark-cluster: $(VENV)/.installed
+	$(BIN)/python benchmarks/uneven_cluster.py $(BENCHMARK_ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
