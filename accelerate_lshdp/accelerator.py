@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp import data
+from accelerate_lshdp.automatic_sizes import AutomaticSizes, starting_batch
 from accelerate_lshdp.backend import prepare_environment, refuse_lonely_state
 from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
@@ -29,6 +30,7 @@ from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.plan import Plan, Strategy
+from accelerate_lshdp.planning.rebalancing import Decision
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
 from accelerate_lshdp.settings import (
@@ -149,8 +151,6 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
                 self.topology, device_type=self.device.type, mixed_precision=self.mixed_precision
             )
             if self.plan.automatic is not None:
-                from accelerate_lshdp.automatic_sizes import AutomaticSizes, starting_batch
-
                 self.plan = self.plan.with_batch(starting_batch(self.plan, self.num_processes))
             self.plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
             if self.plan.automatic is not None:
