@@ -124,8 +124,11 @@ class LoneRank:
         casts = contextlib.nullcontext() if self.policies.is_sharded else self.accelerator.autocast()
         with casts:
             loss = self._subject.loss(self.model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ValueError(f"found a loss of type {type(loss).__name__}, expected a tensor with one element")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(
+                f"found a loss that is {found}, expected a tensor with one element that depends on the parameters"
+            )
         return loss
 
     def step(self) -> None:

@@ -93,7 +93,10 @@ def meter_of(device: torch.device) -> MemoryMeter | None:
 
 
 def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this process's control group may still take, None if it has no limit."""
+    """Bytes that this process's control group may still take, None if it has no limit.
+
+    Files that the system keeps in memory count as free: it drops them when memory is needed.
+    """
     free = []
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -105,7 +108,9 @@ def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = P
             for place in (root / folder / path.lstrip("/"), root / folder):
                 numbers = [text for name in (limit, usage) for text in _lines(place / name)[:1]]
                 if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-                    free.append(max(0, int(numbers[0]) - int(numbers[1])))
+                    statistics = dict(entry.split() for entry in _lines(place / "memory.stat"))
+                    kept_files = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+                    free.append(max(0, int(numbers[0]) - int(numbers[1]) + kept_files))
     return min(free, default=None)
 
 

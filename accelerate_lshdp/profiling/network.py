@@ -18,6 +18,8 @@ from accelerate_lshdp.profiling.measured import MessageTimes, Network
 PING_PONG_SIZES = (64, 65_536, 1_048_576)
 SMALLEST_ALL_REDUCE = 1024
 _GROWTH = 8
+#: Up to here messages of all sizes take about as long.
+_MOSTLY_LATENCY = 65_536
 _MOST_REPEATS = 10
 
 
@@ -117,10 +119,12 @@ class _Sweep:
         """(bytes, seconds) of each size that there was time for, the smallest always."""
         spent, points = 0.0, []
         for size in sizes:
-            # As if the time grew with the bytes, which is too much for small ones.
-            expected = points[-1][1] * size / points[-1][0] if points else 0.0
-            affordable = int((seconds - spent) / expected) if expected > 0 else _MOST_REPEATS
-            if points and affordable < 1:
+            affordable = _MOST_REPEATS
+            if points:
+                known_size, known_seconds = points[-1]
+                expected = known_seconds * size / max(known_size, min(size, _MOSTLY_LATENCY))
+                affordable = int((seconds - spent) / expected)
+            if affordable < 1:
                 break
             buffer = torch.zeros(max(1, size // 4), device=self._device)
             # The first exchange sets up connections, and counts only if there is no time for a second one.

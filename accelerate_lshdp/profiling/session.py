@@ -82,6 +82,7 @@ def profile_ranks(
     on_progress: Callable[[str, float, float], None] | None = None,
     *,
     meter: Callable[[torch.device], MemoryMeter | None] = meter_of,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Measures all ranks, all at the same time (collective).
 
@@ -93,6 +94,7 @@ def profile_ranks(
         accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes do not matter.
         on_progress: told the name of the phase, the seconds spent in it and those that it may take.
         meter: what measures memory on a device.
+        clock: seconds, monotonic.
 
     Returns:
         The same profile on all ranks.
@@ -100,7 +102,7 @@ def profile_ranks(
     Raises:
         RuntimeError: on all ranks, if anything failed on any of them; it names the rank and the cause.
     """
-    run = _Run(subject, options, accelerator, on_progress or (lambda phase, done, total: None), meter)
+    run = _Run(subject, options, accelerator, on_progress or (lambda phase, done, total: None), meter, clock)
     return run.profile()
 
 
@@ -114,6 +116,7 @@ class _Run:
         accelerator: LSHDPAccelerator,
         on_progress: Callable[[str, float, float], None],
         meter: Callable[[torch.device], MemoryMeter | None],
+        clock: Callable[[], float],
     ) -> None:
         self._subject = subject
         self._options = options
@@ -123,7 +126,8 @@ class _Run:
         accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
         self._together = Together(self._world_size)
         accelerator.wait_for_everyone()
-        self._began = time.perf_counter()
+        self._clock = clock
+        self._began = clock()
         self._phase_name, self._phase_began, self._phase_ends = "", 0.0, 0.0
         self._meter = meter(accelerator.device)
 
@@ -176,7 +180,7 @@ class _Run:
         return result
 
     def _spent(self) -> float:
-        return time.perf_counter() - self._began
+        return self._clock() - self._began
 
     def _remaining(self) -> float:
         return self._phase_ends - self._spent()
@@ -193,7 +197,7 @@ class _Run:
         if self._world_size == 1:
             return None
         compressed = self._accelerator.lsdp_plugin.communication_dtype == "bf16"
-        return NotingReduction(dist.group.WORLD, torch.bfloat16 if compressed else None)
+        return NotingReduction(dist.group.WORLD, torch.bfloat16 if compressed else None, self._clock)
 
     def _describe(self) -> ProfiledScript:
         parameters = list(self._subject.model.parameters())
@@ -215,7 +219,11 @@ class _Run:
     def _build(self, lone: LoneRank, noting: NotingReduction | None) -> RankSession:
         lone.build(self._subject)
         surroundings = Surroundings(
-            self._remaining, self._others_measure, lambda: self._together.posted_by_any("failure"), self._tell_progress
+            self._remaining,
+            self._others_measure,
+            another_failed=lambda: self._together.posted_by_any("failure"),
+            on_measurement=self._tell_progress,
+            clock=self._clock,
         )
         session = RankSession(lone, Samples(self._subject.train_dataloader), self._meter, noting, surroundings)
         session.warm_up()
@@ -260,6 +268,7 @@ class _Run:
             self._accelerator.device,
             bucket_bytes,
             min(seconds, (1 - _STEPS_END) * self._options.seconds),
+            clock=self._clock,
             on_progress=lambda spent: self._tell_progress(),
         )
 
