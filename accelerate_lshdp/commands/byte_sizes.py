@@ -1,0 +1,28 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Amounts of memory as people write and read them: ``8GB``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``8GB``, ``512 MB`` or ``7.5GiB`` (argparse ``type``)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an amount of memory such as 8GB, 512MB or 7.5GiB")
+    return count
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in SI units, three digits: ``6.25 GB``."""
+    for unit in ("TB", "GB", "MB", "KB"):
+        if count >= _UNITS[unit]:
+            return f"{count / _UNITS[unit]:.3g} {unit.replace('K', 'k')}"
+    return f"{count:.0f} B"
