@@ -139,19 +139,22 @@ def fail_on_rank_1(how: str, from_samples: int) -> None:
 
 
 def run_out_of_memory(capacity: int) -> dict[str, Any]:
-    """Rank 1 cannot train on more than ``capacity`` samples; it notices in the forward or in the backward."""
+    """Rank 1 cannot train on more than ``capacity`` samples; it notices amid the forward, or in the backward."""
     clock = Clock()
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         value = clock.loss(model, batch)
         if dist.get_rank() == 1 and len(batch["labels"]) > capacity:
-            if len(batch["labels"]) % 4:
-                raise torch.OutOfMemoryError("simulated")
             value.register_hook(_out_of_memory)
         return value
 
+    def before_layer(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if dist.get_rank() == 1 and capacity < len(args[0]) < 8:
+            raise torch.OutOfMemoryError("simulated")
+
     options = ProfilingOptions(strategy="lsdp", max_batch=8)
     subject = a_subject(loss, clock)
+    subject.model.vit.layers[1].register_forward_pre_hook(before_layer)
     return profile_ranks(subject, options, an_accelerator(), meter=lambda device: None, clock=clock).to_dict()
 
 
@@ -267,9 +270,9 @@ def test_memory_limits_are_kept(workers) -> None:
 
 
 def test_running_out_of_memory_ends_the_search_and_not_the_run(workers) -> None:
-    document, _ = workers(2).run(run_out_of_memory, 3, nodes=(1, 1))
+    document, _ = workers(2).run(run_out_of_memory, 5, nodes=(1, 1))
     assert [rank["limited_by"] for rank in document["ranks"]] == ["request", "memory"]
-    assert document["ranks"][1]["batch_sizes"] == [1, 2, 3]
+    assert document["ranks"][1]["batch_sizes"] == [1, 2, 4, 5]
     assert document["ranks"][0]["memory"] is None
 
 
@@ -297,6 +300,24 @@ def test_what_fails_on_one_rank_fails_on_all(workers, how: str, from_samples: in
 def test_ranks_that_are_asked_differently_stop(workers) -> None:
     errors = workers(2).run(ask_differently, expect_failure=True)
     assert all("do not agree on how to profile" in error.message for error in errors)
+
+
+def limit_without_a_meter() -> None:
+    options = ProfilingOptions(memory_limit_bytes=10**9)
+    profile_ranks(a_subject(), options, an_accelerator(), meter=lambda device: None)
+
+
+def freeze_everything() -> None:
+    subject = a_subject()
+    subject.model.requires_grad_(dist.get_rank() == 0)
+    profile_ranks(subject, ProfilingOptions(), an_accelerator())
+
+
+def test_what_cannot_be_measured_is_said(workers) -> None:
+    (error,) = workers(1).run(limit_without_a_meter, expect_failure=True)
+    assert "nothing measures the memory of cpu" in error.message
+    errors = workers(2).run(freeze_everything, expect_failure=True)
+    assert all("rank 1: ValueError: found a model without trainable" in error.message for error in errors)
 
 
 def test_impossible_options_are_refused() -> None:

@@ -86,15 +86,9 @@ class LoneRank:
             self._placement.groups.of_partition(self.policies.shard_groups, accelerator.process_index)
 
     def build(self, subject: Subject) -> None:
-        """Places the model; the optimizer follows it.
-
-        Raises:
-            ValueError: nothing in the model can be trained.
-        """
+        """Places the model; the optimizer follows it."""
         self._subject = subject
         self.model = subject.model.train()
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
         if not (self.policies.is_sharded and self.policies.strategy.is_offloaded):
             self.model.to(self.device)
         before = dict(self.model.named_parameters(remove_duplicate=False))

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate.logging import get_logger
+
+
+logger = get_logger(__name__)
 
 
 class MemoryMeter(ABC):
@@ -89,7 +93,15 @@ def meter_of(device: torch.device) -> MemoryMeter | None:
     """What measures the memory of a kind of device, None if nothing does."""
     if device.type == "cuda":
         return DeviceMeter(device)
-    return ResidentMeter() if device.type == "cpu" else None
+    if device.type != "cpu":
+        return None
+    meter = ResidentMeter()
+    if not meter.restarts:
+        logger.warning(
+            "this system does not restart the peak of a process's memory, so what is reported for small micro-batches "
+            "is at least what this process has ever used"
+        )
+    return meter
 
 
 def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:

@@ -65,7 +65,7 @@ class NotingReduction(GradientReduction):
     def _now(self, device: torch.device) -> float | torch.Event:
         if device.type == "cpu":
             return float(self._clock())
-        event = torch.Event(device, enable_timing=True)
+        event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 

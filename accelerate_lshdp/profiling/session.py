@@ -165,18 +165,18 @@ class _Run:
         """Does this rank's part of a phase; raises on all ranks if it fails on any (collective)."""
         self._phase_name = name
         self._phase_began, self._phase_ends = self._spent(), ends * self._options.seconds
-        self._tell_progress()
         error: BaseException | None = None
         result = None
         try:
+            self._tell_progress()
             result = work()
+            self._tell_progress(finished=True)
         except OtherRankFailed:
             pass  # that rank says what happened
         except (Exception, SystemExit) as found:
             error = found
             self._together.post("failure")
         raise_together(error)
-        self._tell_progress(finished=True)
         return result
 
     def _spent(self) -> float:
@@ -235,7 +235,13 @@ class _Run:
 
     def _measure_curves(self, session: RankSession) -> tuple[Any, ...]:
         limit = self._options.memory_limit_bytes
-        if limit is None and self._meter is not None:
+        if self._meter is None:
+            if limit is not None:
+                raise ValueError(
+                    f"found memory_limit_bytes={limit}, but nothing measures the memory of {self._accelerator.device};"
+                    " leave it out, and give max_batch instead"
+                )
+        elif limit is None:
             limit = self._meter.default_limit(self._topology.node_sizes[self._topology.node])
         found = session.find(self._options.max_batch, limit)
         return limit, found, session.memory(found), session.repeat(found)
@@ -253,7 +259,7 @@ class _Run:
             device=device_name(self._accelerator.device),
             optimizer_seconds=optimizer_seconds,
             memory=memory,
-            memory_limit_bytes=limit if memory is not None else None,
+            memory_limit_bytes=limit,
             bucket_ready=tuple(ready),
         )
         return rank, bucket_bytes
