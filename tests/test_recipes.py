@@ -64,14 +64,15 @@ def run_alone(recipe: Path, output_dir: Path, **values: Any) -> dict[str, Any]:
     return results(output_dir)
 
 
-def run_on_two(recipe: Path, output_dir: Path, sizes: list[Any], **values: Any) -> dict[str, Any]:
+def run_on_two(recipe: Path, output_dir: Path, sizes: list[Any] | None, **values: Any) -> dict[str, Any]:
     """The documented command, in an environment that does not say that this is a CPU machine."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    plan = output_dir / "plan.json"
-    Plan.from_batch_sizes(sizes, strategy="lsdp").save(plan)
+    if sizes is not None:
+        values["plan"] = output_dir / "plan.json"
+        Plan.from_batch_sizes(sizes, strategy="lsdp").save(values["plan"])
     command = ["-m", "accelerate.commands.launch", "--config_file", CONFIG, recipe]
     done = launch(
-        [*command, *options(plan=plan, output_dir=output_dir, **values)],
+        [*command, *options(output_dir=output_dir, **values)],
         0,
         env={"ACCELERATE_USE_CPU": None},
         timeout=TIMEOUT_SECONDS,
@@ -167,6 +168,17 @@ def test_vit_on_two_ranks_follows_one_process(sizes: list[Any], tmp_path: Path) 
     same_losses(two["losses"], alone["losses"], 1e-5)
     assert two["accuracy"] == pytest.approx(alone["accuracy"], abs=2 / 297)
     assert sum(two["batch_sizes"]) == 16 and len(two["compute_seconds"]) == 2
+
+
+def test_automatic_batch_sizes_and_a_scaled_learning_rate_follow_one_process(tmp_path: Path) -> None:
+    """Without a plan the script would train on 2 x 4 samples; with 16 the learning rate is doubled."""
+    values = {"max_train_steps": 6, "num_warmup_steps": 0}
+    alone = run_alone(VIT, tmp_path / "alone", per_device_train_batch_size=16, learning_rate=0.002, **values)
+    asked = {"batch_sizes": "auto", "total_batch_size": 16, "lr_scaling": "linear", "learning_rate": 0.001}
+    two = run_on_two(VIT, tmp_path / "two", None, per_device_train_batch_size=4, **asked, **values)
+    assert two["learning_rate"] == pytest.approx(0.002)
+    same_losses(two["losses"], alone["losses"], 1e-5)
+    assert sum(two["batch_sizes"]) == 16
 
 
 @pytest.mark.timeout(240)  # two launches

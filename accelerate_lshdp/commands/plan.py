@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,9 +54,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     goal.add_argument("--total", type=int, metavar="B", help="samples in a global batch")
     goal.add_argument("--max-throughput", action="store_true", help="choose the total with the most samples a second")
     goal.add_argument("--verify", metavar="PLAN", help="check the certificate of a plan instead of making one")
-    parser.add_argument("--no-accumulation", action="store_true", help="one micro-batch a rank")
+    parser.add_argument("--no-accumulation", action="store_true", help="with --total: one micro-batch a rank")
     parser.add_argument(
-        "--max-accumulation", type=int, metavar="N", help="at most N micro-batches a rank (with --max-throughput)"
+        "--max-accumulation",
+        type=int,
+        metavar="N",
+        help="with --max-throughput: up to N micro-batches a rank (default: one)",
     )
     parser.add_argument(
         "--strategy", choices=[strategy.value for strategy in Strategy], help="default: the one that was profiled"
@@ -97,11 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("name a profile; accelerate-lshdp profile writes one (or --verify a plan)")
     if arguments.total is None and not arguments.max_throughput:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
-    if arguments.max_accumulation is not None and not arguments.max_throughput:
-        raise ValueError("--max-accumulation goes with --max-throughput; with --total leave it out")
-    from accelerate_lshdp.commands.plan_picture import draw_picture
+    if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
+        raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
     from accelerate_lshdp.commands.plan_table import print_plan
 
+    picture = _picture_path(arguments)
     profile = _profile(arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
     sizes, planned, equal = _choose(profile, arguments)
@@ -109,14 +113,29 @@ def run(arguments: argparse.Namespace) -> int:
 
     plan.save(arguments.output)
     written = [arguments.output]
-    if not arguments.no_picture:
-        written.append(arguments.picture or arguments.output.with_suffix(".png"))
-        draw_picture(profile, planned, equal, written[-1])
+    if picture is not None:
+        from accelerate_lshdp.commands.plan_picture import draw_picture
+
+        draw_picture(profile, planned, equal, picture)
+        written.append(picture)
     if layout is not None:
         written += _write_yamls(layout, arguments.yaml_dir or arguments.output.parent, arguments.force)
     print_plan(profile, planned, equal)
     print(f"wrote {', '.join(map(str, written))}")
     return 0
+
+
+def _picture_path(arguments: argparse.Namespace) -> Path | None:
+    """Where to draw; None: nowhere."""
+    if arguments.no_picture:
+        return None
+    if find_spec("matplotlib") is None:
+        missing = "matplotlib is not installed; pip install 'accelerate-lshdp[recipes]'"
+        if arguments.picture is not None:
+            raise ValueError(f"--picture {arguments.picture} cannot be drawn: {missing}")
+        _say(f"no picture: {missing}")
+        return None
+    return arguments.picture or arguments.output.with_suffix(".png")
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:
@@ -168,7 +187,9 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
     from accelerate_lshdp.planning import plan_fixed_total, plan_max_throughput, verify_certificate
 
     ranks = profile.rank_profiles()
-    allow_accumulation = not arguments.no_accumulation
+    # More micro-batches than that: with --total as many as it needs, with --max-throughput as many as are allowed.
+    most = arguments.max_accumulation if arguments.max_throughput else None
+    allow_accumulation = not arguments.no_accumulation and (not arguments.max_throughput or most is not None)
     overlaps = profile.strategy in _OVERLAPPED and not arguments.no_overlap
     bucket_seconds = profile.bucket_seconds() if overlaps else None
     communication_seconds = 0.0 if bucket_seconds else profile.communication_seconds()
@@ -178,8 +199,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
         "shard_groups": shard_groups(profile.strategy, profile.cluster.node_sizes),
     }
     if arguments.max_throughput:
-        limit = {"max_accumulation_steps": arguments.max_accumulation} if arguments.max_accumulation else {}
-        sizes = plan_max_throughput(ranks, communication_seconds, **options, **limit)
+        sizes = plan_max_throughput(ranks, communication_seconds, **options, max_accumulation_steps=most)
     else:
         sizes = plan_fixed_total(ranks, arguments.total, **options)
     verify_certificate(ranks, sizes.certificate)
