@@ -4,6 +4,7 @@
 from accelerate_lshdp.planning.batch_sizes import BatchSizes, plan_fixed_total
 from accelerate_lshdp.planning.certificate import CertificateError, verify_certificate
 from accelerate_lshdp.planning.curves import MemoryCurve, RankProfile, TimeCurve
+from accelerate_lshdp.planning.max_throughput import plan_max_throughput
 from accelerate_lshdp.planning.step_time import PlanningError
 
 
@@ -15,5 +16,6 @@ __all__ = [
     "RankProfile",
     "TimeCurve",
     "plan_fixed_total",
+    "plan_max_throughput",
     "verify_certificate",
 ]

@@ -1,10 +1,12 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Exact batch sizes: the cut of a fixed global batch over unequal ranks that makes the slowest rank finish earliest.
 
-The problem is min max_i t_i(b_i) over integers 1 <= b_i <= m_i with sum b_i = B. Tabulate each t_i at 1..m_i. As t_i
-does not decrease, rank i can take k samples within T seconds exactly if its k-th entry is <= T; so within T the ranks
-together can take as many samples as their tables have entries <= T. The optimum is the B-th smallest entry of all
-tables, or the slowest rank's time for its one obligatory sample if that is longer. Nothing is searched or rounded.
+The problem is min max_i finish_i(m_i, k_i) over integers 1 <= m_i <= M_i, k_i >= 1 with sum k_i * m_i = B (see
+`step_time` for finish). With one micro-batch a rank, tabulate each finish_i at 1..M_i. As it does not decrease, rank i
+can take m samples within T seconds exactly if its m-th entry is <= T; so within T the ranks together can take as many
+samples as their tables have entries <= T. The optimum is the B-th smallest entry of all tables, or the slowest rank's
+time for its one obligatory sample if that is longer. Nothing is searched or rounded. Several micro-batches make
+holes in what ranks can take within T: see `accumulation`.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from accelerate_lshdp.planning.accumulation import AccumulationTables
+from accelerate_lshdp.planning.bounds import largest_micro_batches_below
 from accelerate_lshdp.planning.curves import RankProfile
-from accelerate_lshdp.planning.step_time import PlanningError, step_times
-
-
-# Two curves can reach the same time at different sizes and come out a few units in the last place apart. Such times
-# count as equal, so that rounding does not decide between cuts.
-_TIE = 1e-13
+from accelerate_lshdp.planning.feasible_totals import checked_total, most_steps
+from accelerate_lshdp.planning.problem import TIE, Problem, pose_problem
+from accelerate_lshdp.planning.tie_breaking import most_even_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class BatchSizes:
         batch_sizes: samples of each rank, in rank order.
         micro_batches: (micro-batch size, accumulation steps) of each rank.
         rank_seconds: seconds of forward and backward of each rank, by its curve.
-        step_seconds: when the slowest rank has finished its step, which no other cut undercuts.
+        step_seconds: seconds of a step, which no other cut undercuts (fixed total) or makes more samples a second with
+            (maximum throughput).
         certificate: JSON values that let `verify_certificate` check that claim.
     """
 
@@ -68,59 +70,73 @@ def plan_fixed_total(
 ) -> BatchSizes:
     """Cuts a global batch over the ranks so that the slowest rank finishes as early as any cut allows.
 
-    Among the optimal cuts it takes the one with the smallest difference between largest and smallest batch, then the
-    lexicographically smallest. Time and memory are linear in the sum of the ranks' max_micro_batch_size.
+    A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds, finishes after
+
+        fixed_seconds + (k - 1) * (t + o) + max(t, max_j [bucket_ready_j(m) + C_j])
+
+    where C_j is the sum of bucket_seconds[j:]. Among the optimal cuts it takes the one with the smallest difference
+    between largest and smallest batch, then the fewest micro-batches in total, then the lexicographically smallest.
+    Without accumulation time and memory are linear in the sum of the ranks' largest micro-batches.
 
     Args:
         profiles: one for each rank.
         total_batch_size: samples in the global batch.
+        allow_accumulation: whether a rank may have more than one micro-batch.
+        bucket_seconds: of each bucket of gradients on the network, in the order in which they travel while the
+            backward goes on; None: nothing overlaps.
+        shard_groups: ranks that need equal numbers of micro-batches; each rank in one group. None: each rank alone.
 
     Raises:
-        PlanningError: there is no rank, or no cut gives every rank between one sample and its maximum.
+        PlanningError: there is no rank, no micro-batch fits a rank's memory, options do not match the profiles, or no
+            cut is possible; it names the nearest total for which there is one.
     """
+    problem = pose_problem(profiles, allow_accumulation, bucket_seconds, shard_groups)
+    total = checked_total(problem, total_batch_size)
     if allow_accumulation:
-        raise NotImplementedError("accumulation is not planned yet")
-    times = step_times(profiles, bucket_seconds)
-    total = _feasible_total([len(time.first) for time in times], total_batch_size)
-    tables = [time.first for time in times]
+        tables = AccumulationTables(problem, most_steps(problem, total))
+        optimum = tables.least_seconds(total)
+        micro_batches = most_even_cut(tables.within(optimum * (1 + TIE)), problem.groups, total)
+    else:
+        optimum, sizes = _cut_once(problem, total)
+        micro_batches = [(size, 1) for size in sizes]
+    step = step_seconds(problem, micro_batches)
+    certificate = {
+        "kind": "fixed_total",
+        "total_batch_size": total,
+        **problem.statement(),
+        "micro_batches": [list(pair) for pair in micro_batches],
+        "step_seconds": step,
+        "largest_micro_batches_below": largest_micro_batches_below(problem, optimum, total),
+    }
+    return batch_sizes_of(problem, micro_batches, step, certificate)
 
-    slowest_single = max(table[0] for table in tables)
-    filled = np.partition(np.concatenate(tables), total - 1)[total - 1]
-    optimum = float(max(slowest_single, filled))
 
-    caps = np.array([np.searchsorted(table, optimum * (1 + _TIE), side="right") for table in tables])
-    sizes = _most_even(caps, total).tolist()
-    rank_seconds = [time.compute(size, 1) for time, size in zip(times, sizes, strict=True)]
-    step = max(float(table[size - 1]) for table, size in zip(tables, sizes, strict=True))
-    below = [int(np.searchsorted(table, optimum, side="left")) for table in tables]
+def step_seconds(problem: Problem, micro_batches: Sequence[tuple[int, int]]) -> float:
+    """When the slowest rank has finished."""
+    return max(time.finish(*pair) for time, pair in zip(problem.times, micro_batches, strict=True))
+
+
+def batch_sizes_of(
+    problem: Problem, micro_batches: Sequence[tuple[int, int]], step: float, certificate: dict[str, Any]
+) -> BatchSizes:
+    """The result of a planner."""
     return BatchSizes(
-        batch_sizes=sizes,
-        micro_batches=[(size, 1) for size in sizes],
-        rank_seconds=rank_seconds,
+        batch_sizes=[size * steps for size, steps in micro_batches],
+        micro_batches=list(micro_batches),
+        rank_seconds=[time.compute(*pair) for time, pair in zip(problem.times, micro_batches, strict=True)],
         step_seconds=step,
-        certificate={
-            "total_batch_size": total,
-            "batch_sizes": list(sizes),
-            "step_seconds": step,
-            "largest_batches_below": below,
-        },
+        certificate=certificate,
     )
 
 
-def _feasible_total(maxima: Sequence[int], total_batch_size: int) -> int:
-    if isinstance(total_batch_size, bool) or not isinstance(total_batch_size, (int, np.integer)):
-        raise PlanningError(f"found total_batch_size {total_batch_size!r}, expected an integer number of samples")
-    if total_batch_size < len(maxima):
-        raise PlanningError(
-            f"found total_batch_size {total_batch_size}, expected at least {len(maxima)}, one sample for each rank:"
-            f" the nearest feasible total is {len(maxima)}"
-        )
-    if total_batch_size > sum(maxima):
-        raise PlanningError(
-            f"found total_batch_size {total_batch_size}, expected at most {sum(maxima)}, the sum of the ranks'"
-            f" max_micro_batch_size {maxima}: the nearest feasible total is {sum(maxima)}"
-        )
-    return int(total_batch_size)
+def _cut_once(problem: Problem, total: int) -> tuple[float, list[int]]:
+    """The least step time of any cut with one micro-batch a rank, and the best such cut."""
+    tables = [time.first for time in problem.times]
+    slowest_single = max(table[0] for table in tables)
+    filled = np.partition(np.concatenate(tables), total - 1)[total - 1]
+    optimum = float(max(slowest_single, filled))
+    caps = np.array([np.searchsorted(table, optimum * (1 + TIE), side="right") for table in tables])
+    return optimum, _most_even(caps, total).tolist()
 
 
 def _most_even(caps: np.ndarray, total: int) -> np.ndarray:

@@ -1,103 +1,172 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Checks that batch sizes are optimal without trusting, or sharing code with, the planner that made them.
 
-A certificate names a cut b of the global batch B, its step time T and, for each rank, the largest batch c_i that the
-rank finishes in less than T (0 if none). That T is optimal follows from three facts, each checked on its own: b is a
-cut within the limits and its slowest rank takes T; rank i takes at least T for c_i + 1 samples, or may not have that
-many; and sum(c_i) < B, or some c_i is 0. For a faster cut would give each rank at least one and at most c_i samples.
-The curves are evaluated here in exact rational arithmetic, from their measured points.
+A certificate states the problem (kind, total, options, a fingerprint of the profiles), the chosen micro-batches, their
+step time T, and a bound on everything that was not chosen. That the choice keeps the limits and takes T is checked by
+evaluating it. The bound depends on the kind.
+
+Fixed total B: for each rank i, the largest micro-batch M_i(k) that it finishes in less than T if it has k of them, for
+k = 1, 2, ... That none is larger is checked at M_i(k) + 1 samples, and at the k where a group's lists end. So a group
+can do only k * s samples in less than T, s between its number of ranks and the sum of its M_i(k). No faster choice
+exists if some group can do nothing, if the groups' greatest numbers add up to less than B, or if B is no sum of such
+numbers: the sums are enumerated here.
+
+Maximum throughput: see `certificate_throughput`.
+
+Curves are evaluated in exact arithmetic, from their measured points.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from accelerate_lshdp.planning.certificate_fields import CertificateError, Claim, read_claim, read_lists
+from accelerate_lshdp.planning.certificate_throughput import check_throughput
 from accelerate_lshdp.planning.curves import RankProfile
+from accelerate_lshdp.planning.digest import profiles_sha256
+from accelerate_lshdp.planning.exact_times import ExactRank
 
 
-# The planner works in float64, whose interpolation is off by a few units in the last place.
+__all__ = ["CertificateError", "verify_certificate"]
+
+# The planner works in float64, whose sums and interpolations are off by a few units in the last place.
 _ROUNDING = Fraction(1, 10**12)
-_KEYS = {"total_batch_size", "batch_sizes", "step_seconds", "largest_batches_below"}
-
-
-class CertificateError(ValueError):
-    """A certificate that does not prove what it claims."""
 
 
 def verify_certificate(profiles: Sequence[RankProfile], certificate: Mapping[str, Any]) -> None:
-    """Checks that the certificate's batch sizes minimise the slowest rank's time, to a relative 1e-12.
+    """Checks that the certificate's choice is optimal, to a few parts in 10^12.
+
+    No other cut of the total has a shorter step, or (maximum throughput) no other batch sizes make more samples a
+    second.
 
     Args:
         profiles: one for each rank: the curves and limits that the certificate is about.
         certificate: as in `BatchSizes.certificate`, or read back from a plan file.
 
     Raises:
-        CertificateError: it is malformed, its batch sizes break a limit, or its bound does not hold.
+        CertificateError: it is malformed, is about other profiles, breaks a limit, or its bound does not hold.
     """
-    total, sizes, step, below = _read(certificate, len(profiles))
-    if sum(sizes) != total:
-        raise CertificateError(f"the batch sizes {sizes} sum to {sum(sizes)}, expected total_batch_size {total}")
-    seconds = []
-    for rank, (profile, size) in enumerate(zip(profiles, sizes, strict=True)):
-        if not 1 <= size <= profile.max_micro_batch_size:
-            raise CertificateError(
-                f"rank {rank} has batch size {size}, expected 1 to its maximum {profile.max_micro_batch_size}"
-            )
-        seconds.append(_exact_seconds(profile, size))
-    if abs(max(seconds) - step) > _ROUNDING * step:
+    claim = read_claim(certificate, len(profiles))
+    found = profiles_sha256(profiles)
+    if claim.profiles_sha256 != found:
         raise CertificateError(
-            f"the slowest rank takes {float(max(seconds))} s, expected the claimed step_seconds {float(step)}"
+            f"found a certificate for profiles with the SHA-256 {claim.profiles_sha256:.64}, expected {found}: it is"
+            " about other curves, limits or ranks"
         )
-    for rank, (profile, count) in enumerate(zip(profiles, below, strict=True)):
-        if not 0 <= count <= profile.max_micro_batch_size:
+    ranks = _exact_ranks(profiles, claim)
+    seconds = _check_choice(ranks, claim)
+    if claim.kind == "max_throughput":
+        check_throughput(ranks, claim, seconds, certificate, _ROUNDING)
+        return
+    _check_step(seconds, claim)
+    below = read_lists(certificate, "largest_micro_batches_below", len(ranks))
+    _check_lists(ranks, claim, below)
+    _check_bound(claim, below)
+
+
+def _exact_ranks(profiles: Sequence[RankProfile], claim: Claim) -> list[ExactRank]:
+    known: dict[int, ExactRank] = {}
+    for rank, profile in enumerate(profiles):
+        if id(profile) not in known:
+            try:
+                known[id(profile)] = ExactRank(profile, claim.bucket_seconds)
+            except ValueError as error:
+                raise CertificateError(f"rank {rank}: {error}, expected what the certificate needs") from error
+    return [known[id(profile)] for profile in profiles]
+
+
+def _check_choice(ranks: Sequence[ExactRank], claim: Claim) -> Fraction:
+    """Checks the micro-batches against all limits; returns when the slowest rank has finished them."""
+    for rank, (exact, (size, steps)) in enumerate(zip(ranks, claim.micro_batches, strict=True)):
+        if not 1 <= size <= exact.largest:
             raise CertificateError(
-                f"rank {rank} claims {count} samples in less than step_seconds, expected 0 to its maximum"
-                f" {profile.max_micro_batch_size}"
+                f"rank {rank} has micro-batches of {size} samples, expected 1 to its maximum {exact.largest}"
             )
-        if count < profile.max_micro_batch_size and _exact_seconds(profile, count + 1) < step * (1 - _ROUNDING):
+        if steps < 1 or (steps > 1 and not claim.allow_accumulation):
+            expected = "at least 1" if claim.allow_accumulation else "1, as accumulation was not allowed"
+            raise CertificateError(f"rank {rank} has {steps} micro-batches, expected {expected}")
+    for group in claim.groups:
+        counts = [claim.micro_batches[rank][1] for rank in group]
+        if len(set(counts)) > 1:
             raise CertificateError(
-                f"rank {rank} finishes {count + 1} samples in less than step_seconds, expected no more than"
-                f" {count}: the bound does not hold"
+                f"the ranks {group} of one shard group have {counts} micro-batches, expected equal numbers"
             )
-    if sum(below) >= total and 0 not in below:
+    total = sum(size * steps for size, steps in claim.micro_batches)
+    if total != claim.total:
+        raise CertificateError(f"the batch sizes sum to {total}, expected total_batch_size {claim.total}")
+    return max(
+        Fraction(exact.finish(size, steps), exact.units_per_second)
+        for exact, (size, steps) in zip(ranks, claim.micro_batches, strict=True)
+    )
+
+
+def _check_step(seconds: Fraction, claim: Claim) -> None:
+    if abs(seconds - Fraction(claim.step_seconds)) > _ROUNDING * seconds:
         raise CertificateError(
-            f"in less than step_seconds the ranks finish {below} samples, {sum(below)} in all, expected less than the"
-            f" total {total}: a faster cut is not excluded"
+            f"the slowest rank takes {float(seconds)} s, expected the claimed step_seconds {claim.step_seconds}"
         )
 
 
-def _exact_seconds(profile: RankProfile, batch_size: int) -> Fraction:
-    """The running maximum of the linear interpolation at `batch_size`; constant below the first measured size."""
-    points = list(zip(profile.time.batch_sizes, map(Fraction, profile.time.seconds), strict=True))
-    best = points[0][1]
-    for (left, start), (right, end) in zip(points, points[1:], strict=False):
-        if batch_size <= left:
-            break
-        # A segment's maximum over [left, x] is at one of the two ends.
-        reached = min(right, batch_size)
-        best = max(best, start, start + (end - start) * Fraction(reached - left, right - left))
-    return best
+def _check_lists(ranks: Sequence[ExactRank], claim: Claim, below: list[list[int]]) -> None:
+    """Checks that no rank finishes larger or more micro-batches than its list says in less than the step time."""
+    bound = Fraction(claim.step_seconds) * (1 - _ROUNDING)
+    for group in claim.groups:
+        limits = {rank: ranks[rank].units_before(bound) for rank in group}
+        lengths = {len(below[rank]) for rank in group}
+        if len(lengths) > 1:
+            raise CertificateError(
+                f"the bounds of ranks {group}, one shard group, have the lengths {sorted(lengths)}, expected one"
+            )
+        for rank in group:
+            for steps, size in enumerate(below[rank], 1):
+                if not 1 <= size <= ranks[rank].largest:
+                    raise CertificateError(
+                        f"rank {rank} claims {steps} x {size} samples in less than step_seconds, expected"
+                        f" micro-batches of 1 to its maximum {ranks[rank].largest}"
+                    )
+                if size < ranks[rank].largest and ranks[rank].finish(size + 1, steps) < limits[rank]:
+                    raise CertificateError(
+                        f"rank {rank} finishes {steps} x {size + 1} samples in less than step_seconds, expected no"
+                        f" more than {steps} x {size}: the bound does not hold"
+                    )
+        # More micro-batches than this leave less than one sample for each other rank.
+        most = (claim.total - len(ranks) + len(group)) // len(group) if claim.allow_accumulation else 1
+        steps = lengths.pop() + 1
+        if steps <= most and all(ranks[rank].finish(1, steps) < limits[rank] for rank in group):
+            raise CertificateError(
+                f"ranks {group} finish {steps} micro-batches of one sample in less than step_seconds, expected a bound"
+                " for them: the bound does not hold"
+            )
 
 
-def _read(certificate: Mapping[str, Any], ranks: int) -> tuple[int, list[int], Fraction, list[int]]:
-    if not isinstance(certificate, Mapping) or set(certificate) != _KEYS:
-        raise CertificateError(f"found {certificate!r:.200}, expected an object with the keys {sorted(_KEYS)}")
-    total, step = certificate["total_batch_size"], certificate["step_seconds"]
-    if not _is_integer(total):
-        raise CertificateError(f"found total_batch_size {total!r:.60}, expected an integer")
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 < step < math.inf:
-        raise CertificateError(f"found step_seconds {step!r:.60}, expected a positive and finite number")
-    lists = []
-    for key in ("batch_sizes", "largest_batches_below"):
-        entries = certificate[key]
-        if not isinstance(entries, list) or len(entries) != ranks or not all(map(_is_integer, entries)):
-            raise CertificateError(f"found {key} {entries!r:.200}, expected a list of {ranks} integers, one a rank")
-        lists.append(entries)
-    return total, lists[0], Fraction(step), lists[1]
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_bound(claim: Claim, below: list[list[int]]) -> None:
+    """Checks that the total is no sum of what the groups can do in less than the step time."""
+    choices = []  # of each group: number of micro-batches, least and greatest sum of their sizes
+    for group in claim.groups:
+        sums = map(sum, zip(*(below[rank] for rank in group), strict=True))
+        choices.append([(steps, len(group), greatest) for steps, greatest in enumerate(sums, 1)])
+    if not all(choices):
+        return
+    greatest = [max(steps * most for steps, _, most in own) for own in choices]
+    spare = sum(greatest) - claim.total
+    if spare < 0:
+        return
+    # Bit d of an integer says whether the groups so far can do d samples less than their greatest numbers.
+    reached, mask = 1, (1 << (spare + 1)) - 1
+    for own, top in zip(choices, greatest, strict=True):
+        missing = {
+            top - steps * number
+            for steps, least, most in own
+            for number in range(max(least, -((spare - top) // steps)), most + 1)
+        }
+        sums = 0
+        for number in missing:
+            sums |= reached << number
+        reached = sums & mask
+    if reached >> spare & 1:
+        raise CertificateError(
+            f"in less than step_seconds the ranks can finish up to {sum(greatest)} samples, and {claim.total} too: a"
+            " faster cut is not excluded"
+        )

@@ -1,0 +1,99 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Checks that no batch sizes make more samples a second than a certificate's choice.
+
+Let N(T) be the most samples that the ranks can finish within T seconds, c the seconds of communication, and R the
+samples a second of the choice. The claim is N(T) <= R * (T + c) for all T. N never falls, so times a < b with
+N(T) <= R * (a + c) for all T < b settle every T from a to b. A certificate names times t_0 < t_1 < ..., each settled
+up to the next; nothing can be done before t_0, and N = R * (t_last + c) is not exceeded at any time. N is evaluated
+here, just before each of the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from accelerate_lshdp.planning.certificate_fields import (
+    CertificateError,
+    Claim,
+    read_most_steps,
+    read_seconds,
+    read_times,
+)
+from accelerate_lshdp.planning.exact_times import ExactRank
+
+
+def check_throughput(
+    ranks: Sequence[ExactRank],
+    claim: Claim,
+    seconds: Fraction,
+    certificate: Mapping[str, Any],
+    rounding: Fraction,
+) -> None:
+    """Checks the step time and the bound.
+
+    Args:
+        ranks: their exact step times.
+        claim: the problem and the choice, which keeps all limits that are in it.
+        seconds: when the slowest rank has finished the choice.
+        certificate: the rest of what it says.
+        rounding: relative error that times and samples a second may have.
+
+    Raises:
+        CertificateError: a value is malformed or wrong.
+    """
+    communication = Fraction(read_seconds(certificate, "communication_seconds"))
+    most_steps = read_most_steps(certificate, "max_accumulation_steps", claim.allow_accumulation)
+    times = [Fraction(time) for time in read_times(certificate, "check_seconds")]
+    step = seconds + communication
+    if abs(step - Fraction(claim.step_seconds)) > rounding * step:
+        raise CertificateError(
+            f"the slowest rank and the communication take {float(step)} s, expected the claimed step_seconds"
+            f" {claim.step_seconds}"
+        )
+    for rank, (_, steps) in enumerate(claim.micro_batches):
+        if steps > most_steps:
+            raise CertificateError(f"rank {rank} has {steps} micro-batches, expected at most {most_steps}")
+    rate = claim.total / step * (1 + rounding)
+    if _most_samples_before(ranks, claim, times[0] * (1 - rounding), most_steps) is not None:
+        raise CertificateError(
+            f"all ranks finish something in less than {float(times[0])} s, the first of check_seconds, expected that"
+            " some cannot: the bound does not hold"
+        )
+    for time, following in pairwise(times):
+        samples = _most_samples_before(ranks, claim, following * (1 - rounding), most_steps)
+        if samples is not None and samples > rate * (time + communication):
+            raise CertificateError(
+                f"in less than {float(following)} s the ranks finish {samples} samples, expected no more than"
+                f" {float(rate * (time + communication))}: more samples a second are not excluded"
+            )
+    greatest = most_steps * sum(rank.largest for rank in ranks)
+    if greatest > rate * (times[-1] + communication):
+        raise CertificateError(
+            f"after {float(times[-1])} s, the last of check_seconds, the ranks can finish {greatest} samples, expected"
+            f" no more than {float(rate * (times[-1] + communication))}: more samples a second are not excluded"
+        )
+
+
+def _most_samples_before(ranks: Sequence[ExactRank], claim: Claim, time: Fraction, most_steps: int) -> int | None:
+    """The most samples that the ranks finish in less than `time`, None if some rank cannot finish any."""
+    samples = 0
+    for group in claim.groups:
+        limits = [ranks[rank].units_before(time) for rank in group]
+        sizes = [ranks[rank].largest for rank in group]
+        best = 0
+        for steps in range(1, most_steps + 1):
+            # More micro-batches are never larger ones.
+            sizes = [
+                ranks[rank].largest_below(limit, steps, size)
+                for rank, limit, size in zip(group, limits, sizes, strict=True)
+            ]
+            if 0 in sizes:
+                break
+            best = max(best, steps * sum(sizes))
+        if best == 0:
+            return None
+        samples += best
+    return samples
