@@ -42,8 +42,8 @@ CLUSTER_SIZES = (2, 4, 8, 64)
 PROBES, CURVES = "LSHDP, probes", "LSHDP, full curves"
 RULES: dict[str, Callable[[Sequence[Curve], int], list[int]]] = {
     "equal split": equal_split,
-    "paper's iterative rule": iterative_rule,
-    "linear fit, exact solver": linear_fit,
+    "the paper's rule": iterative_rule,
+    "linear fit + solver": linear_fit,
     PROBES: exact_from_probes,
     CURVES: exact_from_curves,
 }
