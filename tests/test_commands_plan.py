@@ -211,6 +211,15 @@ def test_memory_that_was_not_measured_can_only_be_limited_by_samples(
     assert "not measured" in capsys.readouterr().out
 
 
+def test_more_memory_than_was_measured_gives_no_more_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = a_profile()
+    document["ranks"][0]["limited_by"] = "memory"
+    Path("profile.json").write_text(json.dumps(document))
+    flags = ("--total", "128", "--no-accumulation", "--no-picture", "--no-yaml")
+    assert plan(*flags, "--set", "rank.0.memory=80GB").batch_sizes == [32, 32, 32, 32]
+    assert "rank 0 was measured up to 32 samples" in capsys.readouterr().err
+
+
 def test_a_slow_network_is_planned_for_unless_overlap_is_refused(folder: Path) -> None:
     """The second bucket is ready at 90 % of the backward and then needs 0.1 s: until 0.244 s, if all take 0.16 s."""
     Path("profile.json").write_text(json.dumps(a_profile(network=slow_network(0.1))))

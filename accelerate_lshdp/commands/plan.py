@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from accelerate_lshdp.profiling.documents import Profile
 
 DEFAULT_OUTPUT = Path("lshdp_plan.json")
-# Strategies whose gradients travel while the backward goes on; the others gather parameters in between.
-_OVERLAPPED = (Strategy.DDP, Strategy.GROUP_SHARDING, Strategy.LSDP)
 _EPILOG = """\
 examples:
   accelerate-lshdp plan lshdp_profile.json --total 256               the fastest cut of 256 samples
@@ -175,9 +173,15 @@ def _override(profile: Profile, text: str) -> Profile:
         raise ValueError(f"found --set {text}, but memory was not measured on rank {number}; limit it with .max")
     else:
         try:
-            rank = replace(rank, memory_limit_bytes=parse_bytes(value))
+            limit = parse_bytes(value)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--set {text}: {error}") from error
+        if rank.limited_by == "memory" and limit > (rank.memory_limit_bytes or 0):
+            _say(
+                f"rank {number} was measured up to {rank.max_micro_batch_size} samples, when its memory was full; to"
+                " use more, profile again with the higher limit"
+            )
+        rank = replace(rank, memory_limit_bytes=limit)
     return replace(profile, ranks=(*profile.ranks[:number], rank, *profile.ranks[number + 1 :]))
 
 
@@ -187,11 +191,10 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
     from accelerate_lshdp.planning import plan_fixed_total, plan_max_throughput, verify_certificate
 
     ranks = profile.rank_profiles()
-    # More micro-batches than that: with --total as many as it needs, with --max-throughput as many as are allowed.
+    # With --total as many micro-batches as it needs; with --max-throughput as many as are allowed.
     most = arguments.max_accumulation if arguments.max_throughput else None
     allow_accumulation = not arguments.no_accumulation and (not arguments.max_throughput or most is not None)
-    overlaps = profile.strategy in _OVERLAPPED and not arguments.no_overlap
-    bucket_seconds = profile.bucket_seconds() if overlaps else None
+    bucket_seconds = None if arguments.no_overlap else profile.bucket_seconds()
     communication_seconds = 0.0 if bucket_seconds else profile.communication_seconds()
     options = {
         "allow_accumulation": allow_accumulation,
