@@ -8,6 +8,7 @@ runs out of memory all the same is no failure: the largest size is then found be
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -130,7 +131,11 @@ def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[
             raise NothingFits("found no sample in the data set, expected at least one")
         return size, reason
     for limit, allows in (("memory", _memory_allows), ("time", _time_allows)):
-        allowed = next((n for n in range(size, largest, -1) if allows(n, trials, largest, limits)), largest)
+        allowed = largest + bisect_left(
+            range(largest + 1, size + 1),
+            True,
+            key=lambda n, allows=allows: not allows(n, trials, largest, limits),
+        )
         if allowed < size:
             size, reason = allowed, limit
     return size, reason

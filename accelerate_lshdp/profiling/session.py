@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.agreement import raise_together
+from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
 from accelerate_lshdp.planning.curves import TimeCurve
@@ -136,7 +137,7 @@ class _Run:
         script = self._in_phase("building the model", _CURVES_END, self._describe)
         lone = self._in_phase("building the model", _CURVES_END, lambda: self._make_rank(noting))
         session = self._in_phase("building the model", _CURVES_END, lambda: self._build(lone, noting))
-        # Again, because all ranks now begin to measure at the same time.
+        # A phase ends on all ranks at once, so all begin to measure at the same time.
         curves = self._in_phase("measuring micro-batches", _CURVES_END, lambda: self._measure_curves(session))
         measured, bucket_bytes = self._in_phase(
             "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
@@ -156,7 +157,7 @@ class _Run:
         )
 
     @property
-    def _topology(self):  # noqa: ANN202 - the accelerator's
+    def _topology(self) -> Topology:
         return self._accelerator.topology
 
     # Phases
