@@ -22,7 +22,7 @@ class CutSchedule:
         """The last global batch that was cut."""
         self.last_yielded = start - 1
         """The global batch of the micro-batch that the script got last."""
-        self._changes = [(start, cut)]  # from this global batch on, these sizes; in rising order
+        self._changes = [(start, cut)]  # from this global batch on, these sizes; what was said last counts
 
     @property
     def total(self) -> int:
@@ -57,4 +57,4 @@ class CutSchedule:
                 f" expected one at {self.furthest + 1} or later: ranks would train on different shares. Switch before"
                 " the next batch is fetched, with the largest read_ahead of all ranks."
             )
-        self._changes = [change for change in self._changes if change[0] < first] + [(first, cut)]
+        self._changes.append((first, cut))

@@ -43,6 +43,8 @@ class FakeContext:
         self.calls = 0
         self.events: list[str] = []
         self.places: list[MicroBatchPlace] = []
+        self.running: HeterogeneousDataLoader | None = None
+        """What runs the training pass in progress: a loader or a view of it."""
 
     def is_evaluation_pass(self) -> bool:
         return self.evaluating
@@ -57,9 +59,13 @@ class FakeContext:
 
     def begin_pass(self, loader: Any) -> None:
         self.events.append(f"begin {'evaluation' if loader.is_evaluating else 'training'}")
+        if not loader.is_evaluating:
+            self.running = loader
 
     def end_pass(self, loader: Any) -> None:
         self.events.append("end")
+        if not loader.is_evaluating:
+            self.running = None  # no cycle, which would leave persistent workers to the garbage collector
 
     def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
         self.events.append("yield")
