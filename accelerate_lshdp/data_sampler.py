@@ -30,6 +30,25 @@ def global_batches(indices: Iterator[Any], total: int, drop_last: bool) -> Itera
         current = [] if last else following
 
 
+def write_index_lists(
+    whole: Iterator[tuple[list[Any], bool]], writer: PlaceWriter, places: deque[MicroBatchPlace], seed: int | None
+) -> Iterator[list[Any] | SeededIndices]:
+    """One rank's lists of these global batches, one a micro-batch, whose places are appended to `places`.
+
+    With a seed, the lists are for a `SeededDataset`. No method of `MapSource`, to which a pass that is left would then
+    refer: in a cycle of garbage, torch waits 5 seconds for each persistent worker.
+    """
+    # Workers are sent these lists in order and their batches come back in order (in_order=True is required), so
+    # places written here line up with batches however far the workers are ahead.
+    for samples, last in whole:
+        micro_batches = writer.cuts.at(writer.global_batch).micro_batches(writer.rank, len(samples))
+        for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
+            places.append(place)
+            read = [samples[i] for i in offsets] or samples[:1]
+            position = place.first_sample + (offsets.start if offsets else 0)
+            yield read if seed is None else SeededIndices(read, seed, position)
+
+
 class HeterogeneousBatchSampler(BatchSampler):
     """Index lists of one rank, for the pass that is starting: its own in training, those of stock in evaluation.
 
@@ -178,24 +197,12 @@ class MapSource:
                 " sampler of the run that wrote the position, or skip fewer batches."
             )
         places: deque[MicroBatchPlace] = deque()
-        with self.index_lists.starting(self._write_index_lists(indices, writer, seed, places)):
+        sample_seed = derive_seed("samples", seed, writer.epoch) if self._seeds_samples else None
+        whole = global_batches(indices, writer.cuts.total, self.drop_last)
+        with self.index_lists.starting(write_index_lists(whole, writer, places, sample_seed)):
             batches = iter(self.base_dataloader)
         for batch in batches:
             yield PlacedBatch(batch, places.popleft(), None)
-
-    def _write_index_lists(
-        self, indices: Iterator[Any], writer: PlaceWriter, seed: int, places: deque[MicroBatchPlace]
-    ) -> Iterator[list[Any] | SeededIndices]:
-        # Workers are sent these lists in order and their batches come back in order (in_order=True is required), so
-        # places written here line up with batches however far the workers are ahead.
-        sample_seed = derive_seed("samples", seed, writer.epoch)
-        for samples, last in global_batches(indices, writer.cuts.total, self.drop_last):
-            micro_batches = writer.cuts.at(writer.global_batch).micro_batches(self.rank, len(samples))
-            for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
-                places.append(place)
-                read = [samples[i] for i in offsets] or samples[:1]
-                position = place.first_sample + (offsets.start if offsets else 0)
-                yield SeededIndices(read, sample_seed, position) if self._seeds_samples else read
 
     def evaluation_batches(self) -> Iterator[Any]:
         self.order.begin_pass()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -316,6 +318,18 @@ def test_gradient_state_follows_the_pass_and_forgets_one_that_is_left():
     assert not state.in_dataloader
     assert loader._context.events[-3:] == ["begin training", "yield", "end"]
     assert loader.position.epoch == 1 and real(read(loader)) == list(range(7)), "the epoch that was left is read again"
+
+
+def test_a_pass_that_is_left_does_not_keep_persistent_workers():
+    (loader,) = prepare(lambda: DataLoader(range(40), batch_size=2, num_workers=1, persistent_workers=True), [4])
+    next(iter(loader))
+    base = weakref.ref(loader.base_dataloader)
+    gc.disable()
+    try:
+        del loader
+        assert base() is None, "workers in a cycle of garbage take torch seconds to end"
+    finally:
+        gc.enable()
 
 
 def test_evaluation_inside_a_training_pass_over_the_same_loader():
