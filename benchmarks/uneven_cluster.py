@@ -85,13 +85,9 @@ class Benchmark:
         return profile
 
     def plans_phase(self, profile: Profile) -> None:
-        most = sum(rank.largest_micro_batch for rank in profile.rank_profiles())
         rows = self.results["plans"] = []
         for total in self.arguments.totals:
-            # Larger ones may be beyond what there was time to measure.
-            rows.append(
-                self._execute(make_plan(profile, total if total == self.arguments.total else min(total, most)))
-            )
+            rows.append(self._execute(make_plan(profile, total)))
         middle = median(abs(row["error"]) for row in rows)
         self.limits.append(Limit("predicted compute of a plan: error, median over plans", middle, 0.05))
         idle = next(row["idle_fraction"] for row in rows if row["total_batch_size"] == self.arguments.total)
@@ -182,8 +178,14 @@ class Benchmark:
 
 
 def make_plan(profile: Profile, total: int) -> BatchSizes:
-    """The plan that ``accelerate-lshdp plan`` makes of a profile."""
-    return plan_fixed_total(profile.rank_profiles(), total, bucket_seconds=profile.bucket_seconds())
+    """The best plan for a profile; with accumulation if the total is beyond the micro-batches that were measured."""
+    ranks = profile.rank_profiles()
+    return plan_fixed_total(
+        ranks,
+        total,
+        allow_accumulation=total > sum(rank.largest_micro_batch for rank in ranks),
+        bucket_seconds=profile.bucket_seconds(),
+    )
 
 
 def equal_sizes(total: int, ranks: int) -> list[int]:

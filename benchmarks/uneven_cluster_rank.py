@@ -47,11 +47,14 @@ class Training:
         if self.batches is None:
             self.batches = self._endless()
         begun = time.perf_counter()
-        batch = next(self.batches)
-        with self.accelerator.accumulate(self.model):
-            self.accelerator.backward(self.model(**batch).loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        stepped = False
+        while not stepped:  # a plan may say several micro-batches
+            batch = next(self.batches)
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(**batch).loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                stepped = self.accelerator.sync_gradients
         seconds = time.perf_counter() - begun
         return seconds, list(self.accelerator.batch_place.cut.sizes)
 
@@ -134,7 +137,8 @@ class Rank:
         if batch_sizes == "auto":
             accelerator = self._accelerator(batch_sizes="auto", total_batch_size=total_batch_size)
         else:
-            accelerator = self._accelerator(plan=Plan.from_batch_sizes(batch_sizes, strategy=self.strategy))
+            plan = Plan.from_batch_sizes(batch_sizes, strategy=self.strategy, allow_unequal_accumulation=True)
+            accelerator = self._accelerator(plan=plan)
         model = self._model(name, seed)
         loader = DataLoader(self.images, batch_size=8, shuffle=True, drop_last=True)
         set_seed(seed)  # decides the order of the samples

@@ -51,7 +51,7 @@ def _plans_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     for row in rows:
         table.add_row(
             str(row["total_batch_size"]),
-            _joined(size * count for size, count in row["micro_batches"]),
+            _joined(size if count == 1 else f"{count}x{size}" for size, count in row["micro_batches"]),
             f"{max(row['predicted_seconds']):.3f}",
             f"{max(row['measured_seconds']):.3f}",
             f"{row['error']:+.1%}",
