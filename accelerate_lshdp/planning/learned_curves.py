@@ -10,7 +10,7 @@ A rank that becomes slower becomes so at all sizes, near enough. When the times 
 other sizes are multiplied by the same factor: the level is new, the shape stays.
 
 All machines must compute the same curve from the same numbers, to the last bit. So there is only basic arithmetic and
-comparison here, in a fixed order: no logarithms, matrix products or library sums, which differ between processors and versions.
+comparison here, in a fixed order: no logarithms, matrix products or library sums, which are not the same everywhere.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _KEPT_SIZES = 8
 # The time at another size is between unchanged and proportional, give or take this factor (kernels have plateaus).
 _PLAUSIBLE = 1.5
 # What the line is fitted with: the relative spread of a step, the relative spread of a median that no number of steps
-# takes away, the likely share of the offset in the time at the largest size, the smallest share of the slope, and the
-# weight of a size beside the next newer one.
+# takes away, the likely share of the offset in the time at the largest size, the smallest share that it leaves there,
+# and the weight of a size beside the next newer one.
 _STEP_SPREAD = 0.05
 _MEDIAN_SPREAD = 0.01
 _OFFSET_SHARE = 0.5
-_SLOPE_SHARE = 0.05
+_SLOPE_SHARE = 0.2
 _AGEING = 0.7
 # How far around a size that was seen the line gives way, relative to the size; and after how many steps by half.
 _REACH = 0.1
@@ -93,8 +93,11 @@ class LearnedCurve:
         To be asked after every step. A change is told once, when enough steps have shown it: what is known of other
         sizes is multiplied by the factor.
         """
-        if len(self._stay) == ENOUGH:
-            return self._change_between_sizes()
+        # Twice, as the change may have come with the first steps at this size.
+        if self._unchanged in (ENOUGH, 2 * ENOUGH):
+            factor = self._change_between_sizes()
+            if factor is not None:
+                return factor
         before, recent = self._stay[:-ENOUGH], sorted(self._stay[-ENOUGH:])
         if len(before) <= ENOUGH or self._unchanged < ENOUGH:
             return None
@@ -113,7 +116,7 @@ class LearnedCurve:
         """The same for a rank that has just come to its size: a time that is not plausible beside the last size's."""
         if not self._others:
             return None
-        seconds, (size, steps) = median_low(self._stay), list(self._others.items())[-1]
+        seconds, (size, steps) = median_low(self._stay[-ENOUGH:]), list(self._others.items())[-1]
         low, high = sorted((1.0, self._size / size))
         ratio = seconds / median_low(steps)
         if low <= ratio * _PLAUSIBLE and ratio <= high * _PLAUSIBLE:
@@ -122,7 +125,8 @@ class LearnedCurve:
         factor = seconds / float(expected[0])
         self._rescale(factor)
         # That the speed changed, and not the shape, is a guess here: each size counts as a single step from now on.
-        self._earlier_stay = []
+        self._stay, self._earlier_stay = self._stay[-ENOUGH:], []
+        self._unchanged, self._level = 0, 0.0
         self._others = {size: [median_low(steps)] for size, steps in self._others.items()}
         return factor
 
@@ -288,12 +292,12 @@ def _line(points: _Points) -> tuple[float, float]:
         square_sum += precision * size * size
         time_sum += precision * seconds
         across += precision * size * seconds
-    likely_offset = _OFFSET_SHARE * max(points)[1]
+    largest, largest_seconds, _ = max(points)
+    likely_offset = _OFFSET_SHARE * largest_seconds
     drawn = unit + 1 / (likely_offset * likely_offset)
     offset = max(0.0, (time_sum * square_sum - across * size_sum) / (drawn * square_sum - size_sum * size_sum))
     slope = (across - offset * size_sum) / square_sum
-    newest_size, newest_seconds, _ = points[-1]
-    smallest_slope = _SLOPE_SHARE * newest_seconds / newest_size
+    smallest_slope = _SLOPE_SHARE * largest_seconds / largest
     if slope < smallest_slope:
         slope = smallest_slope
         offset = max(0.0, (time_sum - slope * size_sum) / unit)

@@ -35,12 +35,12 @@ from accelerate_lshdp.planning.learned_curves import ENOUGH, LearnedCurve
 # Steps at the start that are not looked at.
 _WARM_UP_STEPS = 2
 # Looks in quick succession at the start and after a change.
-_QUICK_LOOKS = 4
+_QUICK_LOOKS = 5
 # A rank gets at most so many times the largest batch that it has trained with: further out the line is a guess, and a
 # rank that says it knows no limit gets the chance to meet one before it is far exceeded.
 _LARGEST_GROWTH = 4
 # Standard errors by which a gain must exceed the dead band before it counts as more than noise.
-_STANDARD_ERRORS = 2.0
+_STANDARD_ERRORS = 2.5
 # Steps over which the seconds that do not depend on the batch are taken.
 _FIXED_STEPS = 9
 # A rank is said to have recovered when it is back within this part of its first speed.
@@ -213,16 +213,16 @@ class Rebalancer:
 
     def _look(self, sizes: list[int], caps: list[int]) -> Decision | None:
         self._since_look = 0
-        # All curves, so no shortcut of `any`.
-        if any([curve.follow_drift() for curve in self._curves]):
-            self._unprompted = 0
+        for curve in self._curves:
+            if curve.follow_drift():
+                self._unprompted = 0
         reason = "re-balance" if self.decisions else "start"
         if self._quick_looks:
             self._quick_looks -= 1
             return self._decide(reason, sizes, caps, self._dead_band)
         noise = _STANDARD_ERRORS * max(curve.uncertainty for curve in self._curves)
         decision = self._decide(reason, sizes, caps, (self._dead_band + noise) * (1 + self._unprompted))
-        self._unprompted += decision is not None
+        self._unprompted = self._unprompted + 2 if decision is not None else max(0, self._unprompted - 1)
         return decision
 
     def _decide(self, reason: str, trained: list[int], caps: list[int], gain: float | None) -> Decision | None:
