@@ -57,13 +57,14 @@ def check_throughput(
         if steps > most_steps:
             raise CertificateError(f"rank {rank} has {steps} micro-batches, expected at most {most_steps}")
     rate = claim.total / step * (1 + rounding)
-    if _most_samples_before(ranks, claim, times[0] * (1 - rounding), most_steps) is not None:
+    samples_before = _SamplesBefore(ranks, claim.groups, most_steps)
+    if samples_before(times[0] * (1 - rounding)) is not None:
         raise CertificateError(
             f"all ranks finish something in less than {float(times[0])} s, the first of check_seconds, expected that"
             " some cannot: the bound does not hold"
         )
     for time, following in pairwise(times):
-        samples = _most_samples_before(ranks, claim, following * (1 - rounding), most_steps)
+        samples = samples_before(following * (1 - rounding))
         if samples is not None and samples > rate * (time + communication):
             raise CertificateError(
                 f"in less than {float(following)} s the ranks finish {samples} samples, expected no more than"
@@ -77,23 +78,32 @@ def check_throughput(
         )
 
 
-def _most_samples_before(ranks: Sequence[ExactRank], claim: Claim, time: Fraction, most_steps: int) -> int | None:
-    """The most samples that the ranks finish in less than `time`, None if some rank cannot finish any."""
-    samples = 0
-    for group in claim.groups:
-        limits = [ranks[rank].units_before(time) for rank in group]
-        sizes = [ranks[rank].largest for rank in group]
+class _SamplesBefore:
+    """N just before a time: the most samples that the ranks finish, None if some rank cannot finish any.
+
+    To be called with times that grow: what was finished before one is finished before the next.
+    """
+
+    def __init__(self, ranks: Sequence[ExactRank], groups: Sequence[Sequence[int]], most_steps: int) -> None:
+        self._ranks, self._groups, self._most_steps = ranks, groups, most_steps
+        # The largest micro-batch of each rank of which 1, 2, ... were finished so far.
+        self._largest = [[0] * most_steps for _ in ranks]
+
+    def __call__(self, time: Fraction) -> int | None:
+        limits = [rank.units_before(time) for rank in self._ranks]
+        numbers = [self._most_of(group, limits) for group in self._groups]
+        return sum(numbers) if all(numbers) else None
+
+    def _most_of(self, group: Sequence[int], limits: Sequence[int]) -> int:
+        sizes = [self._ranks[rank].largest for rank in group]
         best = 0
-        for steps in range(1, most_steps + 1):
-            # More micro-batches are never larger ones.
-            sizes = [
-                ranks[rank].largest_below(limit, steps, size)
-                for rank, limit, size in zip(group, limits, sizes, strict=True)
-            ]
+        for steps in range(1, self._most_steps + 1):
+            for place, rank in enumerate(group):
+                # More micro-batches are never larger ones.
+                known = self._largest[rank][steps - 1]
+                sizes[place] = self._ranks[rank].largest_below(limits[rank], steps, known, sizes[place])
+                self._largest[rank][steps - 1] = sizes[place]
             if 0 in sizes:
                 break
             best = max(best, steps * sum(sizes))
-        if best == 0:
-            return None
-        samples += best
-    return samples
+        return best

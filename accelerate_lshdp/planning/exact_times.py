@@ -57,11 +57,14 @@ class ExactRank:
 
     def units_before(self, seconds: Fraction) -> int:
         """The least number of units that is not below `seconds`: a time is below `seconds` if it is below this."""
-        return math.ceil(seconds * self.units_per_second)
+        return -(-seconds.numerator * self.units_per_second // seconds.denominator)
 
-    def largest_below(self, units: int, steps: int, most: int) -> int:
-        """The largest micro-batch of at most `most` samples of which `steps` take less than `units`, 0 if none."""
-        below, beyond = 0, most + 1
+    def largest_below(self, units: int, steps: int, least: int, most: int) -> int:
+        """The largest micro-batch of which `steps` take less than `units`, from `least`, which is known to do so or is
+        0, to `most`."""
+        if least == most or self.finish(least + 1, steps) >= units:
+            return least
+        below, beyond = least + 1, most + 1
         while beyond - below > 1:
             middle = (below + beyond) // 2
             if self.finish(middle, steps) < units:
