@@ -16,9 +16,8 @@ from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.device_memory import DeviceMemory
 from accelerate_lshdp.plan import Batch, Plan, PlanError, RankBatch
-from accelerate_lshdp.planning import RankProfile
 from accelerate_lshdp.planning.rebalancing import Decision, Rebalancer
-from accelerate_lshdp.profiling.documents import Profile, read_profiles
+from accelerate_lshdp.profiling.documents import read_profiles
 from accelerate_lshdp.step_exchange import RankReport
 
 
@@ -55,7 +54,7 @@ class AutomaticSizes:
     """
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
-        profiles = None if plan.profile is None else _read_profile(plan.profile)
+        profiles = None if plan.profile is None else read_profiles(plan.profile)
         if profiles is not None and len(profiles) != plan.world_size:
             raise PlanError(
                 f"found curves of {len(profiles)} ranks, expected {plan.world_size}, one a rank. Profile these ranks,"
@@ -102,6 +101,9 @@ class AutomaticSizes:
         """This rank's report, with what the decision needs beside times."""
         own = max((place.cut.sizes[self._rank] for place in self._trained), default=0) // self._accumulation_steps
         ahead = max((loader.read_ahead for loader in self._passes), default=0)
+        if self._trained and self._trained[-1].tokens is not None:
+            # Counting tokens takes a whole step from the loader at once; the script may do that before the switch.
+            ahead += self._trained[-1].accumulation_steps - 1
         return report._replace(read_ahead=ahead, largest_micro_batch=self._memory.largest_micro_batch(own))
 
     def told(self, reports: Sequence[RankReport]) -> None:
@@ -111,13 +113,15 @@ class AutomaticSizes:
     def step_ended(self) -> Decision | None:
         """The optimizer has stepped: takes the step into account, and switches the loaders if that changes the sizes.
 
+        Steps of which a rank has no time (forwards that the accelerator did not see) teach nothing.
+
         Returns:
             What was decided, the same on all ranks.
         """
         trained, self._trained = self._trained, []
         reports, self._reports = self._reports, None
         cut = _only_cut(trained)
-        if reports is None or cut is None:
+        if reports is None or cut is None or any(report.compute_seconds <= 0 for report in reports):
             return None
         micro_batches = len(trained) * self._accumulation_steps
         decision = self.rebalancer.observe(
@@ -128,8 +132,10 @@ class AutomaticSizes:
         )
         if decision is not None:
             ahead = max(report.read_ahead for report in reports)
-            for loader in self._passes:
-                loader.switch_sizes(self.batch.ranks, ahead)
+            # Passes that are read together must go on together; else the next ones have the new sizes.
+            if all(loader.can_switch for loader in self._passes):
+                for loader in self._passes:
+                    loader.switch_sizes(self.batch.ranks, ahead)
         return decision
 
     # Checkpoints
@@ -145,10 +151,6 @@ class AutomaticSizes:
             ValueError: it is of another run, or malformed.
         """
         self.rebalancer.load_state_dict(state)
-
-
-def _read_profile(section: dict[str, Any]) -> list[RankProfile]:
-    return Profile.from_dict(section).rank_profiles() if "kind" in section else read_profiles(section)
 
 
 def _only_cut(trained: Sequence[MicroBatchPlace]) -> GlobalBatchCut | None:

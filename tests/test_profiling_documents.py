@@ -29,6 +29,7 @@ def a_profile(**changes: Any) -> Profile:
             limited_by="memory" if memory else "request",
             device="a processor",
             optimizer_seconds=0.02,
+            communication_load_seconds=0.01,
             memory=memory,
             memory_limit_bytes=6000 if memory else None,
             bucket_ready=(TimeCurve((1, 3), (0.05, 0.2)), TimeCurve((1, 3), (0.09, 0.24))),
@@ -82,7 +83,7 @@ def test_what_the_planner_gets() -> None:
     ranks = profile.rank_profiles()
     assert ranks == read_profiles(profile.to_dict())
     assert ranks[0].time == TimeCurve((1, 2, 3), (0.1, 0.2, 0.25)) and ranks[0].max_micro_batch_size == 3
-    assert ranks[0].fixed_seconds == 0.02
+    assert ranks[0].fixed_seconds == pytest.approx(0.02 + 0.01)
     assert ranks[0].memory == MemoryCurve((1, 2, 3), (1000, 2000, 5000)) and ranks[0].memory_limit_bytes == 6000
     assert tuple(ranks[0].bucket_ready) == profile.ranks[0].bucket_ready
     assert ranks[1].memory is None and ranks[1].memory_limit_bytes is None

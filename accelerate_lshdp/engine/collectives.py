@@ -45,6 +45,10 @@ class PendingReduction(ABC):
     """A reduction under way."""
 
     @abstractmethod
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    @abstractmethod
     def wait(self) -> None:
         """Blocks until the buffer holds the sum. On CUDA only the current stream is blocked."""
 
@@ -68,6 +72,9 @@ class _PendingWork(PendingReduction):
     def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:
         self.work = work
         self.after = after
+
+    def is_done(self) -> bool:
+        return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()

@@ -59,6 +59,7 @@ class LoneRank:
     ) -> None:
         self.accelerator = accelerator
         self.device = accelerator.device
+        self.clock = WaitClock()
         options = accelerator.lsdp_plugin
         measured_as = _MEASURED_AS.get(strategy, strategy)
         reshard = options.reshard_after_forward
@@ -74,7 +75,7 @@ class LoneRank:
             self.policies,
             Topology(accelerator.process_index, (1,) * accelerator.num_processes),
             device=self.device,
-            clock=WaitClock(),
+            clock=self.clock,
             communication_dtype=options.communication_dtype,
             units=options.units if units is None else tuple(units),
             prefetch=options.prefetch,

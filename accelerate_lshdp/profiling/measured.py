@@ -67,6 +67,7 @@ class MeasuredRank:
         memory_limit_bytes: what `memory` had to stay below, None if there was no limit.
         bucket_ready: for each gradient bucket, in the order in which they travel, the seconds from the start of the
             forward until it is ready, by micro-batch size.
+        communication_load_seconds: what sending gradients takes from this rank's forward and backward in a step.
 
     Raises:
         PlanError: an impossible value; it says which.
@@ -82,6 +83,7 @@ class MeasuredRank:
     memory: MemoryCurve | None
     memory_limit_bytes: int | None
     bucket_ready: tuple[TimeCurve, ...]
+    communication_load_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require_integer(self.rank, "rank", least=0)
@@ -97,6 +99,7 @@ class MeasuredRank:
         require_choice(self.limited_by, "limited_by", LIMITS)
         require_name(self.device, "device", "the name of a processor")
         require_number(self.optimizer_seconds, "optimizer_seconds", positive=False)
+        require_number(self.communication_load_seconds, "communication_load_seconds", positive=False)
         if self.memory_limit_bytes is not None:
             require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
         object.__setattr__(self, "spread", tuple(float(value) for value in spread))
@@ -112,7 +115,7 @@ class MeasuredRank:
             self.time,
             self.max_micro_batch_size,
             bucket_ready=self.bucket_ready or None,
-            fixed_seconds=self.optimizer_seconds,
+            fixed_seconds=self.optimizer_seconds + self.communication_load_seconds,
             memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes,
         )
@@ -129,6 +132,7 @@ class MeasuredRank:
             "limited_by": self.limited_by,
             "device": self.device,
             "optimizer_seconds": self.optimizer_seconds,
+            "communication_load_seconds": self.communication_load_seconds,
             "memory": memory,
             "memory_limit_bytes": self.memory_limit_bytes,
             "bucket_ready": [
@@ -212,7 +216,8 @@ def read_script(document: object) -> ProfiledScript:
 
 def read_rank(document: object) -> MeasuredRank:
     """One entry of the `ranks` section of a profile file."""
-    names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds", "memory_limit_bytes")
+    names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds")
+    names = (*names, "communication_load_seconds", "memory_limit_bytes")
     required = (*names, "batch_sizes", "seconds", "spread", "memory", "bucket_ready")
     section = require_object(document, required=required)
     memory = None

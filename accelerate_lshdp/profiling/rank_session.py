@@ -6,15 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
+from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.planning.curves import MemoryCurve, TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
 from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
+from accelerate_lshdp.profiling.rehearsal import Rehearsal
 from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
 from accelerate_lshdp.profiling.subject import Samples
 
@@ -184,6 +187,31 @@ class RankSession:
             return repeats[0].median, [], []
         return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
 
+    def communication_load(self, rehearsal: Rehearsal, sender: GradientReduction) -> float:
+        """Seconds that sending its gradients takes from a rank's forward and backward (collective).
+
+        Args:
+            rehearsal: the micro-batch size and the number of rounds, which is the same on all ranks.
+            sender: sends gradients as a real run does.
+        """
+        batch = self._rank.to_device(self._samples.batch(rehearsal.micro_batch_size))
+        alone: list[float] = []
+        sending: list[float] = []
+        try:
+            for _ in range(1 + rehearsal.rounds):
+                for reduction, seconds in ((None, alone), (sender, sending)):
+                    self._go_on()
+                    self._rank.drop_gradients()
+                    self._noting.sender = reduction
+                    self._rank.clock.take()
+                    seconds.append(self._train(batch, synchronise=True) - self._rank.clock.take())
+                    self._surroundings.on_measurement()
+        finally:
+            self._noting.sender = None
+        self._rank.drop_gradients()
+        # In the first round connections are made.
+        return max(0.0, median(sending[1:]) - median(alone[1:]))
+
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
         """Seconds of a micro-batch that is already on the device."""
         began = self._now()
@@ -207,6 +235,7 @@ class RankSession:
             self._meter.restart()
 
     def _go_on(self) -> None:
+        """Raises OtherRankFailed if another rank has failed."""
         if self._surroundings.another_failed():
             raise OtherRankFailed
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """When each bucket of gradients is ready to travel, counted from the start of the forward.
 
-The engine's own order of reductions is used, with a reduction that only notes when it is started and sends nothing.
+The engine's own order of reductions is used, with a reduction that notes when it is started and mostly sends nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from accelerate_lshdp.planning.curves import TimeCurve
 
 
 class _NothingToWaitFor(PendingReduction):
+    def is_done(self) -> bool:
+        return True
+
     def wait(self) -> None:
         return
 
 
 class NotingReduction(GradientReduction):
     """Notes when each bucket would begin to travel, and how many bytes it has.
+
+    Attributes:
+        sender: what buckets are handed on to; None: they do not travel.
 
     Args:
         group: the ranks that would share the gradients.
@@ -44,6 +50,7 @@ class NotingReduction(GradientReduction):
         self._began: float | torch.Event = 0.0
         self._noted: list[float | torch.Event] = []
         self.bucket_bytes: list[int] = []
+        self.sender: GradientReduction | None = None
 
     def begin(self, device: torch.device) -> None:
         """A forward starts now."""
@@ -54,7 +61,7 @@ class NotingReduction(GradientReduction):
     def start(self, buffer: torch.Tensor) -> PendingReduction:
         self._noted.append(self._now(buffer.device))
         self.bucket_bytes.append(buffer.numel() * (self._wire_dtype or buffer.dtype).itemsize)
-        return _NothingToWaitFor()
+        return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer)
 
     def seconds(self) -> list[float]:
         """Seconds from `begin` to the start of each bucket; the device must have been waited for."""

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.agreement import raise_together
+from accelerate_lshdp.engine.collectives import GradientReduction
+from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
@@ -25,6 +27,7 @@ from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
 from accelerate_lshdp.profiling.readiness import NotingReduction
+from accelerate_lshdp.profiling.rehearsal import make_sender, plan_rehearsal
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
 
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
     from accelerate_lshdp.accelerator import LSHDPAccelerator
 
 #: By which part of the time each phase has to end; the network is measured in the rest.
-_CURVES_END, _STEPS_END = 0.70, 0.85
-_LEAST_NETWORK = 0.05
+_CURVES_END, _STEPS_END, _LOAD_END = 0.60, 0.72, 0.90
+_LEAST_LOAD, _LEAST_NETWORK = 0.1, 0.05
 
 _Result = TypeVar("_Result")
 
@@ -134,6 +137,7 @@ class _Run:
 
     def profile(self) -> Profile:
         noting = self._noting()
+        self._sender = self._make_sender()
         script = self._in_phase("building the model", _CURVES_END, self._describe)
         lone = self._in_phase("building the model", _CURVES_END, lambda: self._make_rank(noting))
         session = self._in_phase("building the model", _CURVES_END, lambda: self._build(lone, noting))
@@ -143,6 +147,10 @@ class _Run:
             "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
         )
         self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
+        everyone = self._gather(measured.time)
+        measured = self._in_phase(
+            "measuring the load of communication", _LOAD_END, lambda: self._measure_load(session, measured, everyone)
+        )
         network = self._in_phase("measuring the network", 1.0, lambda: self._measure_network(bucket_bytes))
         everyone = self._gather((measured, self._spent()))
         return Profile(
@@ -265,6 +273,26 @@ class _Run:
         )
         return rank, bucket_bytes
 
+    def _measure_load(self, session: RankSession, measured: MeasuredRank, curves: list[TimeCurve]) -> MeasuredRank:
+        if self._sender is None:
+            return measured
+        left = min(self._gather(self._remaining()))  # the same on all ranks
+        seconds = max(left, _LEAST_LOAD * self._options.seconds)
+        rehearsal = plan_rehearsal(curves, measured.rank, seconds)
+        load = session.communication_load(rehearsal, self._sender)
+        return replace(measured, communication_load_seconds=load)
+
+    def _make_sender(self) -> GradientReduction | None:
+        if self._world_size == 1:
+            return None
+        policies = resolve_policies(self._options.strategy, self._topology, device_type=self._accelerator.device.type)
+        dtype = self._accelerator.lsdp_plugin.communication_dtype
+        return make_sender(policies, self._accelerator.process_index, dtype, self._raise_if_another_failed)
+
+    def _raise_if_another_failed(self) -> None:
+        if self._together.posted_by_any("failure"):
+            raise OtherRankFailed
+
     def _measure_network(self, bucket_bytes: list[int]) -> Network | None:
         if self._world_size == 1:
             return None
@@ -274,7 +302,7 @@ class _Run:
             self._topology,
             self._accelerator.device,
             bucket_bytes,
-            min(seconds, (1 - _STEPS_END) * self._options.seconds),
+            min(seconds, (1 - _LOAD_END) * self._options.seconds),
             clock=self._clock,
             on_progress=lambda spent: self._tell_progress(),
         )

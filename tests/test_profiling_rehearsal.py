@@ -1,0 +1,111 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What sending gradients costs the sender."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from training_cases import collate, image_dataset, image_loss, make_optimizer, tiny_vit
+
+from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.engine.collectives import ExactReduction, PendingReduction
+from accelerate_lshdp.planning import TimeCurve
+from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal
+from accelerate_lshdp.profiling.rank_session import RankSession
+from accelerate_lshdp.profiling.rehearsal import MOST_ROUNDS, plan_rehearsal
+
+
+TIMEOUT_SECONDS = 60
+BUSY_SECONDS = 0.05
+
+
+@given(
+    speeds=st.lists(st.floats(1, 100), min_size=1, max_size=5),
+    largest=st.integers(1, 64),
+    seconds=st.floats(0.01, 1000),
+)
+def test_all_ranks_rehearse_equally_long_and_in_time(speeds: list[float], largest: int, seconds: float) -> None:
+    curves = [TimeCurve((1, largest + 1), (1 / speed, (largest + 1) / speed)) for speed in speeds]
+    plans = [plan_rehearsal(curves, rank, seconds) for rank in range(len(curves))]
+    assert len({plan.rounds for plan in plans}) == 1 and 2 <= plans[0].rounds <= MOST_ROUNDS
+    times = [curve(plan.micro_batch_size) for curve, plan in zip(curves, plans, strict=True)]
+    for curve, plan, taken in zip(curves, plans, times, strict=True):
+        if plan.micro_batch_size > 1:
+            assert 3 * taken * (plan.rounds + 1) <= seconds * 1.01
+        if plan.micro_batch_size < largest + 1 and plan.micro_batch_size > 1:
+            # One more sample would take longer than what all ranks are given.
+            assert curve(plan.micro_batch_size + 1) > min(min(c.seconds[-1] for c in curves), seconds / 9) * 0.99
+
+
+class BusyReduction(ExactReduction):
+    """Takes the computing thread's time for each buffer, as copying does on a CPU."""
+
+    def start(self, buffer: torch.Tensor) -> PendingReduction:
+        end = time.perf_counter() + BUSY_SECONDS
+        while time.perf_counter() < end:
+            pass
+        return super().start(buffer)
+
+
+def measured_load(strategy: str) -> tuple[float, int, float]:
+    """Communication load, number of buckets, and what the planner takes for independent of the batch."""
+    rehearsal.REDUCTIONS = {"fp32": BusyReduction}
+    accelerator = LSHDPAccelerator()
+    model = tiny_vit()
+    loader = DataLoader(image_dataset(64), batch_size=4, collate_fn=collate)
+    subject = Subject(model, loader, make_optimizer(model, 1e-3, 0.0), image_loss)
+    options = ProfilingOptions(seconds=3.0, strategy=strategy, max_batch=8)
+    profile = profile_ranks(subject, options, accelerator)
+    rank = profile.ranks[dist.get_rank()]
+    return rank.communication_load_seconds, len(profile.bucket_bytes), profile.rank_profiles()[rank.rank].fixed_seconds
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("lsdp", (1, 1)), ("ddp", (2,))])
+def test_time_that_sending_takes_from_computing_is_found(workers, strategy, nodes):
+    for load, buckets, fixed in workers(2).run(measured_load, strategy, nodes=nodes, timeout=TIMEOUT_SECONDS):
+        assert 0.7 * buckets * BUSY_SECONDS < load < 3 * buckets * BUSY_SECONDS
+        assert fixed > load
+
+
+def test_nothing_is_sent_on_one_node(workers):
+    loads = workers(2).run(measured_load, "lsdp", nodes=(2,), timeout=TIMEOUT_SECONDS)
+    assert [load for load, _, _ in loads] == [0.0, 0.0]
+
+
+def fail_while_sending(after: int) -> None:
+    """Rank 1's loss fails at some call of the rehearsal; rank 0 may be waiting for what rank 1 would have sent."""
+    accelerator = LSHDPAccelerator()
+    sending = False
+    calls = 0
+    rehearse = RankSession.communication_load
+
+    def watched(self, *arguments):
+        nonlocal sending
+        sending = True
+        return rehearse(self, *arguments)
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += sending
+        if accelerator.process_index == 1 and calls > after:
+            raise ValueError("the user's loss failed")
+        return image_loss(model, batch)
+
+    RankSession.communication_load = watched
+    model = tiny_vit()
+    loader = DataLoader(image_dataset(64), batch_size=4, collate_fn=collate)
+    subject = Subject(model, loader, make_optimizer(model, 1e-3, 0.0), loss)
+    profile_ranks(subject, ProfilingOptions(seconds=3.0, strategy="lsdp", max_batch=4), accelerator)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_a_rank_that_fails_while_others_send_stops_all(workers, after):
+    errors = workers(2).run(fail_while_sending, after, nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True)
+    assert None not in errors and len({error.message for error in errors}) == 1
+    assert "the user's loss failed" in errors[0].message and "rank" in errors[0].message
