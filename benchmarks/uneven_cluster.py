@@ -70,6 +70,7 @@ class Benchmark:
     def profile(self, shares: Sequence[float]) -> tuple[Profile, float]:
         """One profiling run under these shares; returns the profile and its wall seconds."""
         arguments = self.arguments
+        say(f"profiling at shares {list(shares)}")
         self.ranks.call("prepare_profile", timeout=BUILD_SECONDS, seed=arguments.seed)
         self.speeds.apply(shares)
         most = max(*arguments.totals, arguments.total) - len(shares) + 1
@@ -95,6 +96,7 @@ class Benchmark:
 
     def _execute(self, plan: BatchSizes) -> dict[str, Any]:
         """Trains with a plan and compares what it predicted."""
+        say(f"executing {plan.micro_batches}")
         steps = self.arguments.plan_steps
         self._begin("plan", plan.micro_batches)
         self.speeds.apply(self.arguments.shares)
@@ -124,6 +126,7 @@ class Benchmark:
         situations: list[dict[str, Any]] = []
         self.results["automatic"] = {"situations": situations}
         for name, shares in (("from an equal split", arguments.shares), ("after a rank's share was halved", halved)):
+            say(f"automatic batch sizes, {name}")
             self.speeds.apply(shares)
             learning = self._train("auto", arguments.steps)
             self.speeds.lift()
@@ -133,6 +136,7 @@ class Benchmark:
             situations.append({"name": name, "shares": shares, **self._compare_with(plan, shares, learning)})
             self.limits.append(Limit(f"automatic / full profiling, {name}: step time", situations[-1]["ratio"], 1.08))
         steps = sum(situation["automatic_steps"] for situation in situations)
+        say(f"the same {steps} steps with equal batches")
         self._begin("equal", [(size, 1) for size in equal_sizes(arguments.total, len(arguments.shares))])
         self._train("equal", steps)
         difference = max(self.ranks.call("difference", timeout=BUILD_SECONDS, name="auto", other="equal"))
@@ -175,6 +179,11 @@ class Benchmark:
         """Seconds (mean over ranks, which wait for each other in every step) and batch sizes of each step."""
         told = self.ranks.call("train", timeout=60 + SLOWEST_STEP_SECONDS * steps, name=name, steps=steps)
         return [(sum(seconds for seconds, _ in step) / len(step), step[0][1]) for step in zip(*told, strict=True)]
+
+
+def say(what: str) -> None:
+    """Tells the person who waits what is going on."""
+    print(f"... {what}", file=sys.stderr, flush=True)
 
 
 def make_plan(profile: Profile, total: int) -> BatchSizes:
