@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_oracle import all_choices, random_instance
 
 import accelerate_lshdp.planning as planning
@@ -323,6 +325,44 @@ def test_lower_throughput_is_rejected() -> None:
             with pytest.raises(CertificateError):
                 verify_certificate(instance.profiles, {**claim, "check_seconds": times})
         rejected += 1
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values in a certificate, containers included."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(leaf for key, inner in items for leaf in leaves(inner, (*path, key)))]
+
+
+JSON_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 30),
+    st.sampled_from([2**63, 10**400, 0.0, -1.0, 1e308, 5e-324, math.inf, math.nan]),
+    st.floats(0.1, 40.0),
+    st.text(max_size=3),
+    st.lists(st.integers(-1, 5), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_any_change_is_rejected_with_a_clear_error_or_changes_no_claim(data: st.DataObject) -> None:
+    make = data.draw(st.sampled_from([fixed_total_full, throughput_full]))
+    honest = make()
+    tampered = copy.deepcopy(honest)
+    *outer, last = data.draw(st.sampled_from(leaves(honest)[1:]))
+    place = tampered
+    for key in outer:
+        place = place[key]
+    place[last] = data.draw(JSON_VALUES)
+    try:
+        verify_certificate(FULL, tampered)
+    except CertificateError as error:
+        assert str(error)
+        return
+    assert tampered["step_seconds"] == pytest.approx(honest["step_seconds"], rel=1e-11)
+    assert tampered["micro_batches"] == honest["micro_batches"]
 
 
 def test_certificates_survive_json() -> None:
