@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate_lshdp import Plan
+from accelerate_lshdp import Plan, planning
 from accelerate_lshdp.commands import plan as plan_command
 from accelerate_lshdp.commands.config import check_with_accelerate
 from accelerate_lshdp.commands.main import main
@@ -20,13 +21,13 @@ from accelerate_lshdp.commands.plan_prediction import predict, split_equally
 from accelerate_lshdp.engine.policies import shard_groups_of
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
-from accelerate_lshdp.planning import RankProfile, TimeCurve
+from accelerate_lshdp.planning import BatchSizes, RankProfile, TimeCurve, plan_fixed_total
 from accelerate_lshdp.profiling.documents import Profile
 
 
 # Seconds a sample. At 36 samples all ranks finish together: 16, 8, 8 and 4 samples in 0.16 s.
 PACE = (0.01, 0.02, 0.02, 0.04)
-OPTIMIZER_SECONDS = 0.05
+FIXED_SECONDS = 0.05  # of every step, whatever the batch
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
@@ -41,7 +42,8 @@ def a_profile(**changes: Any) -> dict[str, Any]:
             "max_micro_batch_size": SIZES[-1],
             "limited_by": "request",
             "device": f"processor {rank}",
-            "optimizer_seconds": OPTIMIZER_SECONDS,
+            "optimizer_seconds": 0.03,
+            "communication_load_seconds": 0.02,
             "memory": {"batch_sizes": [1, 32], "bytes": [10**9, 32 * 10**9]},
             "memory_limit_bytes": 40 * 10**9,
             "bucket_ready": [
@@ -99,7 +101,7 @@ def test_the_plan_is_written_with_all_that_explains_it(folder: Path, capsys: pyt
     assert predicted["compute_seconds"] == pytest.approx([0.16] * 4)
     assert predicted["idle_fraction"] == pytest.approx(0, abs=1e-9)
     # Both buckets are ready before the backward ends, and then travel in no time: forward, backward and optimizer.
-    assert predicted["step_seconds"] == pytest.approx(0.16 + OPTIMIZER_SECONDS)
+    assert predicted["step_seconds"] == pytest.approx(0.16 + FIXED_SECONDS)
     assert predicted["memory_bytes"] == [16 * 10**9, 8 * 10**9, 8 * 10**9, 4 * 10**9]
     assert sorted(path.name for path in folder.iterdir()) == [
         "lshdp_plan.json",
@@ -189,6 +191,20 @@ def test_what_cannot_be_planned_is_one_line(
     assert [path.name for path in folder.iterdir()] == ["profile.json"]
 
 
+def test_a_plan_whose_proof_fails_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def worse(ranks: list[RankProfile], total: int, **options: Any) -> BatchSizes:
+        best = plan_fixed_total(ranks, total, **options)
+        sizes = [best.batch_sizes[0] - 1, *best.batch_sizes[1:3], best.batch_sizes[3] + 1]
+        return replace(best, batch_sizes=sizes, micro_batches=[(size, 1) for size in sizes])
+
+    monkeypatch.setattr(planning, "plan_fixed_total", worse)
+    assert main(["plan", "profile.json", "--total", "36", "--no-accumulation"]) == 2
+    assert "rank 0 of the plan" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["profile.json"]
+
+
 @pytest.mark.parametrize("text", [None, "", "{}", '{"version": 1, "strategy": "lsdp"}'])
 def test_what_is_no_profile_is_refused(text: str | None, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if text is not None:
@@ -226,9 +242,9 @@ def test_a_slow_network_is_planned_for_unless_overlap_is_refused(folder: Path) -
     flags = ("--total", "36", "--no-accumulation", "--no-picture", "--no-yaml")
     made = plan(*flags)
     # With the first bucket at 50 %: 0.08 + 0.2 s. Equal finishing times still mean equal compute.
-    assert made.predicted["step_seconds"] == pytest.approx(0.28 + OPTIMIZER_SECONDS)
+    assert made.predicted["step_seconds"] == pytest.approx(0.28 + FIXED_SECONDS)
     made = plan(*flags, "--no-overlap")
-    assert made.predicted["step_seconds"] == pytest.approx(0.16 + 0.2 + OPTIMIZER_SECONDS)
+    assert made.predicted["step_seconds"] == pytest.approx(0.16 + 0.2 + FIXED_SECONDS)
 
 
 def test_world_sharded_strategies_do_not_overlap_and_other_strategies_are_named(
@@ -239,7 +255,7 @@ def test_world_sharded_strategies_do_not_overlap_and_other_strategies_are_named(
     assert str(made.strategy) == "fsdp" and made.profile["strategy"] == "fsdp"
     assert "were measured for lsdp, not for fsdp" in capsys.readouterr().err
     # Two gathers and a scatter are one and a half all-reduces.
-    assert made.predicted["step_seconds"] == pytest.approx(0.16 + 0.3 + OPTIMIZER_SECONDS)
+    assert made.predicted["step_seconds"] == pytest.approx(0.16 + 0.3 + FIXED_SECONDS)
 
 
 @pytest.mark.parametrize("strategy", list(Strategy))
@@ -273,7 +289,7 @@ def test_the_highest_throughput(folder: Path) -> None:
     """Without a network to wait for, more samples share one optimizer step."""
     made = plan("--max-throughput", "--no-picture", "--no-yaml")
     assert made.batch_sizes == [32, 16, 16, 8]  # rank 0 is full; more on the others would only make them slower
-    assert made.predicted["step_seconds"] == pytest.approx(0.32 + OPTIMIZER_SECONDS)
+    assert made.predicted["step_seconds"] == pytest.approx(0.32 + FIXED_SECONDS)
     more = plan("--max-throughput", "--max-accumulation", "2", "--no-picture", "--no-yaml")
     assert max(steps for _, steps in more.micro_batches) == 2
     assert more.total_batch_size / more.predicted["step_seconds"] > 72 / 0.37

@@ -102,12 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
     from accelerate_lshdp.commands.plan_table import print_plan
+    from accelerate_lshdp.plan_certificate import verify_plan
 
     picture = _picture_path(arguments)
     profile = _profile(arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
     sizes, planned, equal = _choose(profile, arguments)
     plan = _make_plan(profile, sizes, planned)
+    verify_plan(plan)
 
     plan.save(arguments.output)
     written = [arguments.output]
@@ -188,7 +190,7 @@ def _override(profile: Profile, text: str) -> Profile:
 def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes, Prediction, Prediction | None]:
     """The best sizes, what the profile predicts for them, and for an equal split of the same total (None: no fit)."""
     from accelerate_lshdp.commands.plan_prediction import predict, split_equally
-    from accelerate_lshdp.planning import plan_fixed_total, plan_max_throughput, verify_certificate
+    from accelerate_lshdp.planning import plan_fixed_total, plan_max_throughput
 
     ranks = profile.rank_profiles()
     # With --total as many micro-batches as it needs; with --max-throughput as many as are allowed.
@@ -205,7 +207,6 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
         sizes = plan_max_throughput(ranks, communication_seconds, **options, max_accumulation_steps=most)
     else:
         sizes = plan_fixed_total(ranks, arguments.total, **options)
-    verify_certificate(ranks, sizes.certificate)
     split = split_equally(ranks, sizes.total_batch_size, allow_accumulation=allow_accumulation)
     planned, equal = (
         None if chosen is None else predict(ranks, chosen, bucket_seconds, communication_seconds)

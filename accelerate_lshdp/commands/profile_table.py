@@ -28,7 +28,7 @@ def print_profile(profile: Profile) -> None:
     )
     table.add_column("rank", justify="right")
     table.add_column("device", overflow="ellipsis", no_wrap=True, max_width=_DEVICE_WIDTH)
-    for name in ("largest micro-batch", "samples/s", "spread", "memory", "optimizer"):
+    for name in ("largest micro-batch", "samples/s", "spread", "memory", "optimizer", "sending"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in profile.ranks:
         largest = rank.max_micro_batch_size
@@ -40,11 +40,14 @@ def print_profile(profile: Profile) -> None:
             f"{max(rank.spread):.1%}",
             "not measured" if rank.memory is None else format_bytes(rank.memory(largest)),
             f"{rank.optimizer_seconds:.3g} s",
+            f"{rank.communication_load_seconds:.3g} s",
         )
     console = Console(width=_WIDTH)
     console.print(table)
     console.print(
-        "samples/s and memory: at the largest micro-batch; spread: of the size that varied most", style="dim"
+        "samples/s and memory: at the largest micro-batch; spread: of the size that varied most; sending: what sending"
+        " gradients takes from computing",
+        style="dim",
     )
     if profile.network is not None:
         one_way, all_reduce = profile.network.ping_pong, profile.network.all_reduce
