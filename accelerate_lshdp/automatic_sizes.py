@@ -126,7 +126,7 @@ class AutomaticSizes:
         micro_batches = len(trained) * self._accumulation_steps
         decision = self.rebalancer.observe(
             [size // self._accumulation_steps for size in cut.sizes],
-            [report.compute_seconds / micro_batches for report in reports],
+            [(report.compute_seconds + report.data_seconds) / micro_batches for report in reports],
             [report.optimizer_seconds / micro_batches for report in reports],
             [report.largest_micro_batch or None for report in reports],
         )

@@ -16,6 +16,7 @@ from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlaceWriter
 from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading
 from accelerate_lshdp.data_switch import CutSchedule
+from accelerate_lshdp.data_timing import FetchClock
 from accelerate_lshdp.data_tokens import with_window_tokens
 
 
@@ -67,6 +68,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._progress = LoaderProgress()
         self._skip_to: StartPoint | int | None = None
         self._passes: list[str] = []
+        self.fetch_clock = FetchClock()
 
     # Position
 
@@ -347,7 +349,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
             batches = self._source.training_batches(writer, start, self._seed, agree, remember_order)
             if context.token_counter is not None:
                 batches = with_window_tokens(batches, context.token_counter)
-            for batch, place, reading in batches:
+            for batch, place, reading in self.fetch_clock.timed(batches):
                 if progress.current_pass is not cuts:
                     raise RuntimeError(
                         "found a second training pass over a loader, started before the first ended, expected one at a"

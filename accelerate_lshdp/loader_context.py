@@ -70,3 +70,4 @@ class AcceleratorLoaderContext:
 
     def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
         self._accelerator._tracker.batch_yielded(loader, place)
+        self._accelerator._timer.fetched(loader.fetch_clock.take())

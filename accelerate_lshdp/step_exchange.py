@@ -22,6 +22,8 @@ class RankReport(NamedTuple):
     """Blocked in communication."""
     optimizer_seconds: float
     """In the optimizer step before this one."""
+    data_seconds: float
+    """Waiting for the step's batches."""
     read_ahead: int = 0
     """Global batches that its loaders have cut beyond the current one."""
     largest_micro_batch: int = 0

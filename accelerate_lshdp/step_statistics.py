@@ -23,6 +23,7 @@ class StepStatistics:
         compute_seconds: seconds of forward and backward without communication, one entry a rank.
         wait_seconds: seconds blocked in communication, one entry a rank.
         optimizer_seconds: seconds of the optimizer step, one entry a rank.
+        data_seconds: seconds of waiting for batches, one entry a rank.
         idle_fraction: ``1 - mean(compute_seconds) / max(compute_seconds)``.
         samples_per_second: samples of all ranks over ``seconds``.
         steps: number of steps the medians are over.
@@ -32,6 +33,7 @@ class StepStatistics:
     compute_seconds: tuple[float, ...]
     wait_seconds: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
+    data_seconds: tuple[float, ...]
     idle_fraction: float
     samples_per_second: float
     steps: int
@@ -65,6 +67,7 @@ class StepTimer:
         self._forward: float | None = None
         self._compute = 0.0
         self._waited = 0.0
+        self._data = 0.0
         self._optimizing: float | None = None
         self._optimizer = 0.0
         self._reports: tuple[RankReport, ...] | None = None
@@ -77,7 +80,11 @@ class StepTimer:
         if self._begun is None:
             self._begun = self._forward
 
-    def backward_ends(self) -> tuple[float, float, float]:
+    def fetched(self, seconds: float) -> None:
+        """The script has waited so long for a batch."""
+        self._data += seconds
+
+    def backward_ends(self) -> RankReport:
         """Seconds computed and waited since the last optimizer step, this backward included; seconds of that step."""
         if self._forward is not None:
             if self.device.type != "cpu":
@@ -86,7 +93,7 @@ class StepTimer:
             self._compute += max(0.0, time.perf_counter() - self._forward - waited)
             self._waited += waited
             self._forward = None
-        return self._compute, self._waited, self._optimizer
+        return RankReport(self._compute, self._waited, self._optimizer, self._data)
 
     def told(self, reports: Sequence[RankReport]) -> None:
         """What all ranks reported for this step."""
@@ -107,7 +114,7 @@ class StepTimer:
         if self._begun is not None and self._reports is not None:
             self._steps.append(_Step(now - self._begun, self._reports, self.samples))
         self._begun = now
-        self._compute = self._waited = 0.0
+        self._compute = self._waited = self._data = 0.0
         self._reports = None
         self.samples = 0
 
@@ -129,6 +136,7 @@ class StepTimer:
             compute_seconds=compute,
             wait_seconds=tuple(median(report.wait_seconds for report in reports) for reports in ranks),
             optimizer_seconds=tuple(median(report.optimizer_seconds for report in reports) for reports in ranks),
+            data_seconds=tuple(median(report.data_seconds for report in reports) for reports in ranks),
             idle_fraction=1 - sum(compute) / len(compute) / slowest if slowest > 0 else 0.0,
             samples_per_second=median(step.samples for step in steps) / seconds,
             steps=len(steps),

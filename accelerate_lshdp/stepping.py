@@ -14,7 +14,6 @@ from torch import nn
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.step_exchange import RankReport
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
 
@@ -115,7 +114,7 @@ class Stepping(_Base):
             for prepared in self._prepared:
                 prepared.abandon_backward()
             raise
-        compute, wait, optimizer = self._timer.backward_ends()
+        report = self._timer.backward_ends()
         if place is not None and self._tracker.first_time() and place.ends_global_batch:
             self._timer.samples += place.total_samples
             self.samples_seen += place.total_samples
@@ -123,7 +122,6 @@ class Stepping(_Base):
                 self._sizing.global_batch_trained(place)
         if synchronised:
             usages = [prepared.take_usage() for prepared in synchronised]
-            report = RankReport(compute, wait, optimizer)
             if self._sizing is not None:
                 report = self._sizing.complete(report)
             reports, counts = self._exchange.after_backward(report, usages)

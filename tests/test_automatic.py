@@ -19,6 +19,7 @@ from training_cases import CASES, collate, make_optimizer, reference_run, relati
 from workers import WorkerError
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.step_exchange import RankReport
 
 
 TIMEOUT_SECONDS = 60
@@ -69,14 +70,14 @@ class PretendedSpeed:
         self.step = -1
         self.compute = 0.0
 
-    def __call__(self) -> tuple[float, float, float]:
+    def __call__(self) -> RankReport:
         accelerator = self.accelerator
         if accelerator.completed_steps != self.step:
             self.step, self.compute = accelerator.completed_steps, 0.0
         place = accelerator.batch_place
         size = place.cut.sizes[accelerator.process_index] // place.micro_batches
         self.compute += self.seconds(self.step, size)
-        return self.compute, 0.0, 0.001
+        return RankReport(self.compute, wait_seconds=0.0, optimizer_seconds=0.001, data_seconds=0.0)
 
 
 class Stream(IterableDataset):

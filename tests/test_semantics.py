@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from accelerate import Accelerator
 from exactness import full, prepared
+from torch.utils.data import Dataset
 from training_cases import CASES, collate, make_optimizer, reference_run, relative_error, text_dataset, tiny_gpt2
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
@@ -260,3 +263,36 @@ def test_step_statistics_tell_every_rank_the_same_of_all_ranks(workers):
     for rank in (0, 1):
         assert 0 < first.compute_seconds[rank] and 0 <= first.wait_seconds[rank]
         assert first.compute_seconds[rank] + first.wait_seconds[rank] <= 1.5 * max(first.seconds, second.seconds)
+        assert 0 < first.optimizer_seconds[rank] < max(first.seconds, second.seconds)
+
+
+class SlowSamples(Dataset):
+    """Each sample takes 5 ms to read."""
+
+    def __init__(self, samples: Dataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict:
+        time.sleep(0.005)
+        return self.samples[index]
+
+
+def train_on_slow_data() -> tuple[float, ...]:
+    case = CASES["vit"]
+    dataset = SlowSamples(case.dataset(48, torch.float32))
+    plan = Plan.from_batch_sizes([6, 2], strategy="ddp")
+    accelerator, model, optimizer, loader = prepared(plan, case.model(), dataset)
+    model.train()
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.step_statistics.data_seconds
+
+
+def test_step_statistics_tell_how_long_data_takes(workers):
+    for seconds in workers(2).run(train_on_slow_data, nodes=(1, 1)):
+        assert seconds[0] >= 6 * 0.005 and seconds[1] >= 2 * 0.005
