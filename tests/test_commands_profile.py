@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from launching import launch
 
+from accelerate_lshdp.commands import launch as launch_command
 from accelerate_lshdp.commands import profile_worker
 from accelerate_lshdp.commands.byte_sizes import format_bytes, parse_bytes
 from accelerate_lshdp.commands.main import main
@@ -93,6 +94,38 @@ def test_the_command_says_what_failed_and_writes_nothing(folder: Path) -> None:
     assert done.stderr.count("cannot train") == 1 and "Traceback" not in done.stderr
     assert done.stderr.endswith("No profile was written.\n")
     assert [path.name for path in folder.iterdir() if path.suffix == ".json"] == []
+
+
+def test_a_killed_rank_is_what_the_command_tells_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks that saw it die also complain, of lost connections."""
+
+    def killed(arguments: argparse.Namespace) -> int:
+        Path(arguments.script_args[1]).write_text("Connection closed by peer")
+        return 137
+
+    monkeypatch.setattr(launch_command, "run", killed)
+    assert main(["profile", "--nodes", "2", "--cpu", "tiny.py"]) == 137
+    said = capsys.readouterr().err
+    assert "a process ended with exit code 137" in said and "Connection" not in said
+    assert said.endswith("No profile was written.\n")
+
+
+def test_the_ranks_are_told_what_the_command_was_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(launch_command, "run", lambda arguments: told.append(arguments) or 1)
+    monkeypatch.setenv("ACCELERATE_LSHDP_PLAN", "of another run")
+    flags = ["--output", "o.json", "--seconds", "7.5", "--strategy", "fsdp", "--max-batch", "9"]
+    limits = ["--memory-limit", "8GB", "--memory-limit", "rank.1=6GB", "--node-memory-limit", "1GiB"]
+    script = ["-m", "tiny", "--epochs", "3"]
+    main(["profile", *flags, *limits, "--total-batch-size", "20", "--config_file", "node1.yaml", *script])
+    (arguments,) = told
+    assert arguments.config_file == Path("node1.yaml") and arguments.plan is None and arguments.module
+    worker = profile_worker._parse(arguments.script_args)
+    expected = profile_worker._parse([*flags, *limits, "--total-batch-size", "20", *script])
+    assert {**vars(worker), "error_file": None} == vars(expected)
+    assert "ACCELERATE_LSHDP_PLAN" not in os.environ
 
 
 # ---- the worker, on several nodes -----------------------------------------------------------------------------------

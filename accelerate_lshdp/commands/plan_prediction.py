@@ -16,7 +16,7 @@ class Prediction:
 
     Args:
         micro_batches: (micro-batch size, accumulation steps) of each rank.
-        compute_seconds: forward and backward of each rank's share.
+        compute_seconds: forward and backward of each rank's share, with what sending gradients takes from them.
         step_seconds: of the whole step, with optimizer and communication.
         memory_bytes: peak of each rank, None where it was not measured.
     """
@@ -45,6 +45,7 @@ def predict(
     micro_batches: Sequence[tuple[int, int]],
     bucket_seconds: Sequence[float] | None,
     communication_seconds: float,
+    communication_loads: Sequence[float],
 ) -> Prediction:
     """A step of the ranks with these micro-batches.
 
@@ -53,12 +54,15 @@ def predict(
         micro_batches: (micro-batch size, accumulation steps) of each rank, within its limits.
         bucket_seconds: how long each bucket of gradients travels while the backward goes on; None: none does.
         communication_seconds: of what travels after the backward.
+        communication_loads: what sending gradients takes from each rank's forward and backward in a step, in seconds
+            (part of `fixed_seconds` of its profile).
     """
     times = step_times(profiles, bucket_seconds)
     finish = [time.finish(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
+    compute = [time.compute(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
     return Prediction(
         micro_batches=list(micro_batches),
-        compute_seconds=[time.compute(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)],
+        compute_seconds=[seconds + load for seconds, load in zip(compute, communication_loads, strict=True)],
         step_seconds=max(finish) + communication_seconds,
         memory_bytes=[
             None if profile.memory is None else round(profile.memory(size))
