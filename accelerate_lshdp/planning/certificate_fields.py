@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
+# Longer than any step, and so short that sums and products of what is read can still be shown as floats.
+_LONGEST_SECONDS = 1e100
 KINDS = ("fixed_total", "max_throughput")
 _COMMON = (
     "kind",
@@ -138,8 +139,8 @@ def read_most_steps(certificate: Mapping[str, Any], key: str, allow_accumulation
 
 
 def is_integer(value: object) -> bool:
-    """An integer that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+    """An integer of 64 bits that is not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def is_integers(value: object) -> bool:
@@ -149,7 +150,7 @@ def is_integers(value: object) -> bool:
 
 def is_seconds(value: object) -> bool:
     """A finite number of at least 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _LONGEST_SECONDS
 
 
 def _require(holds: object, key: str, value: object, expected: str) -> None:

@@ -3,9 +3,9 @@
 
 Let N(T) be the most samples that the ranks can finish within T seconds, c the seconds of communication, and R the
 samples a second of the choice. The claim is N(T) <= R * (T + c) for all T. N never falls, so times a < b with
-N(T) <= R * (a + c) for all T < b settle every T from a to b. A certificate names times t_0 < t_1 < ..., each settled
-up to the next; nothing can be done before t_0, and N = R * (t_last + c) is not exceeded at any time. N is evaluated
-here, just before each of the times.
+N(T) <= R * (a + c) for all T < b settle every T from a to b. A certificate names times t_0 < t_1 < ..., each of which
+settles what lies up to the next one. Before t_0 some rank can finish nothing, and R * (t_last + c) is not less than all
+that the ranks can ever do. N is evaluated here, just before each of the times.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ def check_throughput(
         if steps > most_steps:
             raise CertificateError(f"rank {rank} has {steps} micro-batches, expected at most {most_steps}")
     rate = claim.total / step * (1 + rounding)
+    greatest = most_steps * sum(rank.largest for rank in ranks)
+    if greatest > rate * (times[-1] + communication):
+        raise CertificateError(
+            f"after {float(times[-1])} s, the last of check_seconds, the ranks can finish {greatest} samples, expected"
+            f" no more than {float(rate * (times[-1] + communication))}: more samples a second are not excluded"
+        )
     samples_before = _SamplesBefore(ranks, claim.groups, most_steps)
     if samples_before(times[0] * (1 - rounding)) is not None:
         raise CertificateError(
@@ -70,12 +76,6 @@ def check_throughput(
                 f"in less than {float(following)} s the ranks finish {samples} samples, expected no more than"
                 f" {float(rate * (time + communication))}: more samples a second are not excluded"
             )
-    greatest = most_steps * sum(rank.largest for rank in ranks)
-    if greatest > rate * (times[-1] + communication):
-        raise CertificateError(
-            f"after {float(times[-1])} s, the last of check_seconds, the ranks can finish {greatest} samples, expected"
-            f" no more than {float(rate * (times[-1] + communication))}: more samples a second are not excluded"
-        )
 
 
 class _SamplesBefore:
@@ -86,8 +86,8 @@ class _SamplesBefore:
 
     def __init__(self, ranks: Sequence[ExactRank], groups: Sequence[Sequence[int]], most_steps: int) -> None:
         self._ranks, self._groups, self._most_steps = ranks, groups, most_steps
-        # The largest micro-batch of each rank of which 1, 2, ... were finished so far.
-        self._largest = [[0] * most_steps for _ in ranks]
+        # By rank and number of micro-batches, the largest ones that were finished so far.
+        self._largest: dict[tuple[int, int], int] = {}
 
     def __call__(self, time: Fraction) -> int | None:
         limits = [rank.units_before(time) for rank in self._ranks]
@@ -100,9 +100,9 @@ class _SamplesBefore:
         for steps in range(1, self._most_steps + 1):
             for place, rank in enumerate(group):
                 # More micro-batches are never larger ones.
-                known = self._largest[rank][steps - 1]
+                known = self._largest.get((rank, steps), 0)
                 sizes[place] = self._ranks[rank].largest_below(limits[rank], steps, known, sizes[place])
-                self._largest[rank][steps - 1] = sizes[place]
+                self._largest[rank, steps] = sizes[place]
             if 0 in sizes:
                 break
             best = max(best, steps * sum(sizes))
