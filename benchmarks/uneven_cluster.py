@@ -88,13 +88,13 @@ class Benchmark:
     def plans_phase(self, profile: Profile) -> None:
         rows = self.results["plans"] = []
         for total in self.arguments.totals:
-            rows.append(self._execute(make_plan(profile, total)))
+            rows.append(self._execute(profile, make_plan(profile, total)))
         middle = median(abs(row["error"]) for row in rows)
         self.limits.append(Limit("predicted compute of a plan: error, median over plans", middle, 0.05))
         idle = next(row["idle_fraction"] for row in rows if row["total_batch_size"] == self.arguments.total)
         self.limits.append(Limit(f"idle fraction, global batch {self.arguments.total}", idle, 0.06))
 
-    def _execute(self, plan: BatchSizes) -> dict[str, Any]:
+    def _execute(self, profile: Profile, plan: BatchSizes) -> dict[str, Any]:
         """Trains with a plan and compares what it predicted."""
         say(f"executing {plan.micro_batches}")
         steps = self.arguments.plan_steps
@@ -105,14 +105,16 @@ class Benchmark:
         self.speeds.lift()
         self.ranks.call("end", timeout=BUILD_SECONDS, name="plan")
         measured = statistics["compute_seconds"]
+        loads = [rank.communication_load_seconds for rank in profile.ranks]
+        predicted = [seconds + load for seconds, load in zip(plan.rank_seconds, loads, strict=True)]
         return {
             "total_batch_size": plan.total_batch_size,
             "micro_batches": plan.micro_batches,
-            "predicted_seconds": plan.rank_seconds,
+            "predicted_seconds": predicted,
             "measured_seconds": measured,
-            "error": max(plan.rank_seconds) / max(measured) - 1,
-            "rank_errors": [one / other - 1 for one, other in zip(plan.rank_seconds, measured, strict=True)],
-            "predicted_idle_fraction": plan.idle_fraction,
+            "error": max(predicted) / max(measured) - 1,
+            "rank_errors": [one / other - 1 for one, other in zip(predicted, measured, strict=True)],
+            "predicted_idle_fraction": 1 - sum(predicted) / len(predicted) / max(predicted),
             "idle_fraction": statistics["idle_fraction"],
             "step_seconds": statistics["step_seconds"],
             "wait_seconds": statistics["wait_seconds"],
@@ -268,10 +270,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--halved-rank", type=int, default=0, help="whose share is halved in mid-run")
     add("--period", type=float, default=0.02, help="of the quotas, in seconds")
     add("--no-quotas", action="store_true", help="emulate by sleeping even where quotas can be used")
-    # One bucket: gradients travel when the backward has ended. Else the network's threads would take CPU time out of
-    # the quota that the backward runs on, which a network card does not.
-    add("--strategy", default="ddp", help="default: ddp")
-    add("--bucket-megabytes", type=float, default=1000.0, help="of the gradients; default: one bucket")
+    add("--strategy", default="lsdp", help="default: lsdp")
+    add("--bucket-megabytes", type=float, default=25.0, help="size of the gradient buckets of ddp")
     add("--total", type=int, default=32, help="global batch")
     add("--totals", type=numbers(int), default=[16, 24, 32, 40, 48], help="global batches of the executed plans")
     add("--profile-seconds", type=float, default=60.0, help="budget of a profiling run")
