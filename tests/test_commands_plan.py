@@ -27,7 +27,8 @@ from accelerate_lshdp.profiling.documents import Profile
 
 # Seconds a sample. At 36 samples all ranks finish together: 16, 8, 8 and 4 samples in 0.16 s.
 PACE = (0.01, 0.02, 0.02, 0.04)
-FIXED_SECONDS = 0.05  # of every step, whatever the batch
+OPTIMIZER_SECONDS, LOAD_SECONDS = 0.03, 0.02
+FIXED_SECONDS = OPTIMIZER_SECONDS + LOAD_SECONDS  # of every step, whatever the batch
 SIZES = (1, 2, 4, 8, 16, 32)
 
 
@@ -42,8 +43,8 @@ def a_profile(**changes: Any) -> dict[str, Any]:
             "max_micro_batch_size": SIZES[-1],
             "limited_by": "request",
             "device": f"processor {rank}",
-            "optimizer_seconds": 0.03,
-            "communication_load_seconds": 0.02,
+            "optimizer_seconds": OPTIMIZER_SECONDS,
+            "communication_load_seconds": LOAD_SECONDS,
             "memory": {"batch_sizes": [1, 32], "bytes": [10**9, 32 * 10**9]},
             "memory_limit_bytes": 40 * 10**9,
             "bucket_ready": [
@@ -115,12 +116,12 @@ def test_the_plan_is_written_with_all_that_explains_it(folder: Path, capsys: pyt
     output = capsys.readouterr().out
     rows = [" ".join(line.split()) for line in output.splitlines()]
     assert "rank node device batch micro-batches compute idle memory" in rows
-    assert "0 0 processor 0 16 1 x 16 0.16 s 0.0% 16 GB (60% free)" in rows
-    assert "3 1 processor 3 4 1 x 4 0.16 s 0.0% 4 GB (90% free)" in rows
+    assert "0 0 processor 0 16 1 x 16 0.18 s 0.0% 16 GB (60% free)" in rows
+    assert "3 1 processor 3 4 1 x 4 0.18 s 0.0% 4 GB (90% free)" in rows
     for line in (
         "plan:          0.21 s a step (predicted), 171.4 samples/s, 0.0% idle",
-        # 9 samples on each: 0.36 s on the slowest, 0.2025 s on average
-        "equal batches: 0.41 s a step (predicted), 87.8 samples/s, 43.",
+        # 9 samples on each: 0.38 s on the slowest, 0.2225 s on average
+        "equal batches: 0.41 s a step (predicted), 87.8 samples/s, 41.4% idle",
         "The plan's step takes 49% less time.",
         "wrote lshdp_plan.json, lshdp_plan.png, node0.yaml, node1.yaml",
     ):
