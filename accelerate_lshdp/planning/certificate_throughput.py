@@ -4,8 +4,8 @@
 Let N(T) be the most samples that the ranks can finish within T seconds, c the seconds of communication, and R the
 samples a second of the choice. The claim is N(T) <= R * (T + c) for all T. N never falls, so times a < b with
 N(T) <= R * (a + c) for all T < b settle every T from a to b. A certificate names times t_0 < t_1 < ..., each of which
-settles what lies up to the next one. Before t_0 some rank can finish nothing, and R * (t_last + c) is not less than all
-that the ranks can ever do. N is evaluated here, just before each of the times.
+settles what lies up to the next one. Before t_0 some rank can finish nothing, and R * (t_last + c) is not less than
+all that the ranks can ever do. N is evaluated here, just before each of the times.
 """
 
 from __future__ import annotations
