@@ -62,17 +62,17 @@ class AccumulationTables:
     """
 
     def __init__(self, problem: Problem, most_steps: list[int]) -> None:
-        self.groups = problem.groups
+        groups = problem.groups
         largest = np.array(problem.largest)
         self._first = np.concatenate([time.first for time in problem.times])
         self._more = np.concatenate([time.more for time in problem.times])
         self._rank = np.repeat(np.arange(len(largest)), largest)
         self._single = np.cumsum(largest) - largest  # where each rank's entry for one sample is
-        self._member = np.array([rank for group in self.groups for rank in group])
-        self._size = np.array([len(group) for group in self.groups])
+        self._member = np.array([rank for group in groups for rank in group])
+        self._size = np.array([len(group) for group in groups])
         self._member_start = np.cumsum(self._size) - self._size
         self._group = np.empty(len(largest), dtype=np.int64)
-        self._group[self._member] = np.repeat(np.arange(len(self.groups)), self._size)
+        self._group[self._member] = np.repeat(np.arange(len(groups)), self._size)
         self._most = np.array(most_steps)
         self.slowest_single = float(self._first[self._single].max())
 

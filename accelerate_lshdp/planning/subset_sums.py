@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 
-_UNREACHABLE = np.int64(1) << 60
+# More than any sum of weights, and so little that two of them can be added.
+_UNREACHABLE = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,20 @@ class GroupSums:
 
 
 class Slack:
-    """How `room` is shared out, if each group goes some way from its end, `origin`, towards the other ends.
+    """How a total is made up: each group goes some way from one end of its set, and the ways sum to `room`.
 
-    Attributes:
+    Args:
+        sums: the sets.
+        origin: the end of each group's set from which it goes.
         sign: 1 if the groups go up from their least numbers, -1 if down from their greatest.
         room: what the ways have to sum to.
+
+    Attributes:
+        room: as given.
     """
 
     def __init__(self, sums: GroupSums, origin: np.ndarray, sign: int, room: int) -> None:
-        self.sign, self.room, self._origin, self._count = sign, room, origin, sums.count
+        self._sign, self.room, self._origin, self._count = sign, room, origin, sums.count
         base = origin[sums.group]
         if sign > 0:
             first, last = sums.low, np.minimum(sums.high, (base + room) // sums.factor)
@@ -82,7 +88,7 @@ class Slack:
 
     def way(self, group: int, number: np.ndarray | int) -> np.ndarray | int:
         """How far from its end a group is with these numbers."""
-        return self.sign * (number - int(self._origin[group]))
+        return self._sign * (number - int(self._origin[group]))
 
     def is_reachable(self) -> bool:
         """Whether some choice of ways sums to `room`. Bit w of an integer says whether the groups so far can go w."""
@@ -106,11 +112,14 @@ class Slack:
         return bool(reached >> self.room & 1)
 
     def cheapest(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The least total weight by way, for the groups from each one on: entry g, shape [room + 1], is that of the
-        groups g, g + 1, ...; where no choice leads the weight is at least `UNREACHABLE`.
+        """The least total weight by the sum of the ways, for the groups from each one on.
 
         Args:
             weights: of each choice of the `GroupSums`.
+
+        Returns:
+            For each group g, and one beyond the last, that of the groups g, g + 1, ...: int64, shape [room + 1], a
+            huge number where no choice leads.
         """
         weight = weights[self._choice]
         order = np.lexsort((weight, self._way, self._group))
@@ -126,9 +135,6 @@ class Slack:
             own = slice(ends[index], ends[index + 1])
             result.append(combine(result[-1], way[own], weight[own]))
         return result[::-1]
-
-
-UNREACHABLE = int(_UNREACHABLE)
 
 
 def combine(weights: np.ndarray, ways: np.ndarray, added: np.ndarray) -> np.ndarray:
