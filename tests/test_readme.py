@@ -20,11 +20,13 @@ def blocks(language: str) -> list[str]:
 def test_the_example_trains(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_LSHDP_PLAN"):
         monkeypatch.delenv(name, raising=False)
-    (example,) = blocks("python")
+    example, automatic = blocks("python")
     result: dict = {}
     exec(compile(example, "README.md", "exec"), result)
     assert result["accelerator"].completed_steps == 8
     assert result["accelerator"].samples_seen == len(result["dataset"])
+    exec(compile(automatic, "README.md", "exec"), result)
+    assert result["accelerator"].plan.automatic.total == 256
 
 
 def test_the_plan_is_valid():
