@@ -39,18 +39,16 @@ _KEPT_SIZES = 8
 # The time at another size is between unchanged and proportional, give or take this factor (kernels have plateaus).
 _PLAUSIBLE = 1.5
 # What the line is fitted with: the relative spread of a step, the relative spread of a median that no number of steps
-# takes away, the likely share of the offset in the time at the largest size, the smallest share that it leaves there,
-# and the weight of a size beside the next newer one.
+# takes away, and the share of the offset in the time at the largest size: the likely one, and what it leaves at least.
 _STEP_SPREAD = 0.05
 _MEDIAN_SPREAD = 0.01
 _OFFSET_SHARE = 0.5
 _SLOPE_SHARE = 0.2
-_AGEING = 0.7
 # How far around a size that was seen the line gives way, relative to the size; and after how many steps by half.
 _REACH = 0.1
 _DOUBT = 1.0
 
-_Points = list[tuple[int, float, float]]
+_Points = list[tuple[int, float, int]]
 
 
 class LearnedCurve:
@@ -68,12 +66,11 @@ class LearnedCurve:
         self._profiled = None if curve is None else curve.table(curve.batch_sizes[-1])
         self.largest = 0
         self._size = 0
-        # Steps at the present size: since the rank came to it, and of the stay before that; oldest first.
-        self._stay: list[float] = []
-        self._earlier_stay: list[float] = []
+        # Steps at the present size, the newest last; those of earlier stays at it come first.
+        self._present: list[float] = []
         # Steps at other sizes; the size that was left last comes last.
         self._others: dict[int, list[float]] = {}
-        # Steps since the last change, and the level from which drift is counted (0: none yet).
+        # Steps since the last change of size or speed, and the level from which drift is counted (0: none yet).
         self._unchanged = 0
         self._level = 0.0
 
@@ -81,10 +78,10 @@ class LearnedCurve:
         """Takes in a step of `size` samples, at least 1; `seconds` are positive and finite."""
         if size != self._size:
             self._leave()
-            self._size, self._stay, self._earlier_stay = size, [], self._others.pop(size, [])
+            self._size, self._present = size, self._others.pop(size, [])
             self._unchanged, self._level = 0, 0.0
             self.largest = max(self.largest, size)
-        self._stay = [*self._stay, seconds][-_KEPT_STEPS:]
+        self._present = [*self._present, seconds][-_KEPT_STEPS:]
         self._unchanged += 1
 
     def take_change(self) -> float | None:
@@ -93,21 +90,22 @@ class LearnedCurve:
         To be asked after every step. A change is told once, when enough steps have shown it: what is known of other
         sizes is multiplied by the factor.
         """
-        # Twice, as the change may have come with the first steps at this size.
-        if self._unchanged in (ENOUGH, 2 * ENOUGH):
-            factor = self._change_between_sizes()
-            if factor is not None:
-                return factor
-        before, recent = self._stay[:-ENOUGH], sorted(self._stay[-ENOUGH:])
-        if len(before) <= ENOUGH or self._unchanged < ENOUGH:
+        before, recent = self._present[:-ENOUGH], sorted(self._present[-ENOUGH:])
+        if len(before) <= ENOUGH:
+            # Asked twice, as the change may have come with the first steps at this size.
+            return self._change_between_sizes() if self._unchanged in (ENOUGH, 2 * ENOUGH) else None
+        if self._unchanged < ENOUGH:
             return None
         expected = median_low(before)
         limit = 1 + max(_CHANGE, _CHANGE_SPREADS * _spread(before))
-        # Outliers are steps that took too long: they can hide that a rank became faster, so one may be off then.
-        if recent[0] <= expected * limit and recent[-2] * limit >= expected:
+        # Outliers are steps that took too long. Among few steps they may be most, so a rank has become faster only if
+        # it is beside its faster steps; and one of the recent steps may be such an outlier then.
+        slower = recent[0] > expected * limit
+        faster = recent[-2] * limit < sorted(before)[len(before) // 4]
+        if not slower and not faster:
             return None
         factor = median_low(recent) / expected
-        self._stay = [seconds * factor for seconds in before] + self._stay[-ENOUGH:]
+        self._present = [seconds * factor for seconds in before] + self._present[-ENOUGH:]
         self._rescale(factor)
         self._unchanged, self._level = 0, 0.0
         return factor
@@ -116,7 +114,7 @@ class LearnedCurve:
         """The same for a rank that has just come to its size: a time that is not plausible beside the last size's."""
         if not self._others:
             return None
-        seconds, (size, steps) = median_low(self._stay[-ENOUGH:]), list(self._others.items())[-1]
+        seconds, (size, steps) = median_low(self._present[-ENOUGH:]), list(self._others.items())[-1]
         low, high = sorted((1.0, self._size / size))
         ratio = seconds / median_low(steps)
         if low <= ratio * _PLAUSIBLE and ratio <= high * _PLAUSIBLE:
@@ -125,64 +123,51 @@ class LearnedCurve:
         factor = seconds / float(expected[0])
         self._rescale(factor)
         # That the speed changed, and not the shape, is a guess here: each size counts as a single step from now on.
-        self._stay, self._earlier_stay = self._stay[-ENOUGH:], []
+        self._present = self._present[-ENOUGH:]
         self._unchanged, self._level = 0, 0.0
         self._others = {size: [median_low(steps)] for size, steps in self._others.items()}
         return factor
 
-    def follow_drift(self) -> bool:
-        """Whether the times at the present size have slowly moved; the other sizes are made to follow."""
-        if len(self._stay) < _DRIFT_STEPS:
-            return False
-        recent = median_low(self._stay[-_DRIFT_STEPS:])
+    def follow_drift(self) -> None:
+        """Lets the other sizes follow where the times at the present size have moved slowly. To be asked at looks."""
+        if len(self._present) < _DRIFT_STEPS:
+            return
+        recent = median_low(self._present[-_DRIFT_STEPS:])
         if not self._level:
             self._level = recent
-        if abs(recent / self._level - 1) <= _DRIFT:
-            return False
-        self._rescale(recent / self._level)
-        self._stay, self._level = self._stay[-_DRIFT_STEPS:], recent
-        return True
+        elif abs(recent / self._level - 1) > _DRIFT:
+            self._rescale(recent / self._level)
+            self._present, self._level = self._present[-_DRIFT_STEPS:], recent
 
     @property
     def known(self) -> bool:
         """Whether enough steps were seen to judge by."""
-        return len(self._present()) >= ENOUGH or bool(self._others)
+        return len(self._present) >= ENOUGH or bool(self._others)
 
     @property
     def seconds(self) -> float:
         """What a step takes at the present size: the median of the steps seen."""
-        return median_low(self._present())
+        return median_low(self._present)
 
     @property
     def uncertainty(self) -> float:
         """By which fraction `seconds` may be off: the standard error of the median."""
-        present = self._present()
-        return 1.25 * _spread(present) / math.sqrt(len(present))
+        return 1.25 * _spread(self._present) / math.sqrt(len(self._present))
 
     def table(self, largest: int) -> np.ndarray:
         """Estimated seconds of every size from 1 to `largest`: float64, shape [largest], positive."""
         seen = dict(self._others)
-        present = self._present()
-        if len(present) >= ENOUGH or not seen:
-            seen[self._size] = present
+        if len(self._present) >= ENOUGH or not seen:
+            seen[self._size] = self._present
         return self._estimate(_points(seen), np.arange(1, largest + 1, dtype=np.float64))
 
-    def _present(self) -> list[float]:
-        """Steps at the present size; those of the stay before count unless the new ones contradict them."""
-        if self._earlier_stay and len(self._stay) >= ENOUGH:
-            if abs(median_low(self._stay) / median_low(self._earlier_stay) - 1) > _CHANGE:
-                return self._stay
-        return [*self._earlier_stay, *self._stay][-_KEPT_STEPS:]
-
     def _leave(self) -> None:
-        present = self._present()
-        if len(present) >= ENOUGH:
-            self._others[self._size] = present
+        if len(self._present) >= ENOUGH:
+            self._others[self._size] = self._present
         if len(self._others) > _KEPT_SIZES:
             del self._others[next(iter(self._others))]
 
     def _rescale(self, factor: float) -> None:
-        self._earlier_stay = [seconds * factor for seconds in self._earlier_stay]
         self._others = {size: [seconds * factor for seconds in steps] for size, steps in self._others.items()}
 
     def _estimate(self, points: _Points, sizes: np.ndarray) -> np.ndarray:
@@ -211,8 +196,7 @@ class LearnedCurve:
         return {
             "largest": self.largest,
             "size": self._size,
-            "stay": list(self._stay),
-            "earlier_stay": list(self._earlier_stay),
+            "present": list(self._present),
             "others": [[size, list(steps)] for size, steps in self._others.items()],
             "unchanged": self._unchanged,
             "level": self._level,
@@ -233,11 +217,11 @@ class LearnedCurve:
         if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
             raise ValueError(f"found {counts} as sizes and numbers of steps, expected integers of at least 0")
         level = state["level"]
-        times = [state["stay"], state["earlier_stay"], *(steps for _, steps in others), [level] if level else []]
+        times = [state["present"], *(steps for _, steps in others), [level] if level else []]
         if not all(isinstance(steps, list) and all(map(_is_time, steps)) for steps in times):
             raise ValueError(f"found times {times!r:.200}, expected lists of positive and finite seconds")
         self.largest, self._size, self._unchanged = counts[:3]
-        self._stay, self._earlier_stay = list(state["stay"]), list(state["earlier_stay"])
+        self._present = list(state["present"])
         self._others = {size: list(steps) for size, steps in others}
         self._level = level
 
@@ -253,17 +237,11 @@ def _spread(values: list[float]) -> float:
 
 
 def _points(seen: Mapping[int, list[float]]) -> _Points:
-    """(size, seconds, number of steps it counts as) of the sizes seen, the newest last."""
-    weights = [1.0]
-    while len(weights) < len(seen):
-        weights.insert(0, weights[0] * _AGEING)
-    return [
-        (size, median_low(steps), len(steps) * weight)
-        for (size, steps), weight in zip(seen.items(), weights, strict=True)
-    ]
+    """(size, seconds, number of steps) of the sizes seen."""
+    return [(size, median_low(steps), len(steps)) for size, steps in seen.items()]
 
 
-def _precision(seconds: float, steps: float) -> float:
+def _precision(seconds: float, steps: int) -> float:
     """One over the variance of a median of so many steps (pi / 2 times that of their mean)."""
     return 1 / (seconds * seconds * (_STEP_SPREAD * _STEP_SPREAD * 1.57 / steps + _MEDIAN_SPREAD * _MEDIAN_SPREAD))
 

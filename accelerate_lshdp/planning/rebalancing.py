@@ -8,8 +8,8 @@ enough, sees what they bring, and cuts again:
 1. The first steps are left out: they allocate memory and choose kernels.
 2. At first, and after a change of speed, it looks every 4 steps, for a few times: each cut shows the ranks at new
    sizes, and so what part of their time does not depend on the size. Mostly two or three cuts suffice.
-3. Then it looks every `rebalance_every` steps. Now a cut must also promise more than noise alone could, and every cut
-   that is made while no rank changes its speed raises that bar: sizes settle, they do not wander.
+3. Then it looks every `rebalance_every` steps. Now a cut must also promise more than noise alone could: sizes settle,
+   they do not wander.
 4. A rank whose last 4 steps are all off by more than 15 % has changed its speed: that is acted upon at once.
 
 Every rank runs its own controller on the same numbers. There is no clock, randomness or communication in it, and only
@@ -149,8 +149,6 @@ class Rebalancer:
         self._steps = 0
         self._quick_looks = _QUICK_LOOKS
         self._since_look = 0
-        # Decisions made without any change of speed since the sizes had settled.
-        self._unprompted = 0
         self.decisions: list[Decision] = []
 
     @property
@@ -194,10 +192,10 @@ class Rebalancer:
             factor = curve.take_change()
             if factor is not None:
                 changes.append(self._describe_change(rank, factor))
-        in_force = sizes == self._sizes
-        self._since_look += in_force
+        # Steps under older sizes do not bring the next look closer.
+        self._since_look += sizes == self._sizes
         if changes:
-            self._quick_looks, self._unprompted = _QUICK_LOOKS, 0
+            self._quick_looks = _QUICK_LOOKS
         if not all(curve.known for curve in self._curves):
             return None
         caps = self._caps(limits)
@@ -207,23 +205,20 @@ class Rebalancer:
             return self._decide(reason, sizes, caps, None)
         if changes:
             return self._decide(", ".join(changes), sizes, caps, self._dead_band)
-        if in_force and self._since_look >= (ENOUGH if self._quick_looks else max(ENOUGH, self._every)):
+        if self._since_look >= (ENOUGH if self._quick_looks else max(ENOUGH, self._every)):
             return self._look(sizes, caps)
         return None
 
     def _look(self, sizes: list[int], caps: list[int]) -> Decision | None:
         self._since_look = 0
         for curve in self._curves:
-            if curve.follow_drift():
-                self._unprompted = 0
+            curve.follow_drift()
         reason = "re-balance" if self.decisions else "start"
         if self._quick_looks:
             self._quick_looks -= 1
             return self._decide(reason, sizes, caps, self._dead_band)
         noise = _STANDARD_ERRORS * max(curve.uncertainty for curve in self._curves)
-        decision = self._decide(reason, sizes, caps, (self._dead_band + noise) * (1 + self._unprompted))
-        self._unprompted = self._unprompted + 2 if decision is not None else max(0, self._unprompted - 1)
-        return decision
+        return self._decide(reason, sizes, caps, self._dead_band + noise)
 
     def _decide(self, reason: str, trained: list[int], caps: list[int], gain: float | None) -> Decision | None:
         """The best cut, if it saves more than the part `gain` of the time of the present one (None: in any case)."""
@@ -322,7 +317,6 @@ class Rebalancer:
             "steps": self._steps,
             "quick_looks": self._quick_looks,
             "since_look": self._since_look,
-            "unprompted": self._unprompted,
             "fixed_seconds": [list(seconds) for seconds in self._fixed],
             "slowdowns": list(self._slowdowns),
             "curves": [curve.state_dict() for curve in self._curves],
@@ -347,7 +341,7 @@ class Rebalancer:
         for key in ("fixed_seconds", "slowdowns", "curves", "decisions"):
             if not isinstance(state[key], list) or (key != "decisions" and len(state[key]) != len(sizes)):
                 raise ValueError(f"found {key} {state[key]!r:.60}, expected a list of one entry a rank")
-        counts = [_count(state[key], key) for key in ("steps", "quick_looks", "since_look", "unprompted")]
+        counts = [_count(state[key], key) for key in ("steps", "quick_looks", "since_look")]
         fixed = [_times(seconds, "fixed_seconds") for seconds in state["fixed_seconds"]]
         slowdowns = _positive(state["slowdowns"], "slowdowns")
         curves = [LearnedCurve(profile) for profile in self._profiles]
@@ -355,7 +349,7 @@ class Rebalancer:
             curve.load_state_dict(learned)
         decisions = [Decision.from_dict(document) for document in state["decisions"]]
         self._sizes, self._fixed, self._slowdowns = sizes, fixed, slowdowns
-        self._steps, self._quick_looks, self._since_look, self._unprompted = counts
+        self._steps, self._quick_looks, self._since_look = counts
         self._curves, self.decisions = curves, decisions
 
 
