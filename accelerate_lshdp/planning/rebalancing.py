@@ -267,7 +267,6 @@ class Rebalancer:
         before = self._slowdowns[rank]
         now = self._slowdowns[rank] = before * factor
         if factor < 1 and before > 1 + _RECOVERED and abs(now - 1) <= _RECOVERED:
-            self._slowdowns[rank] = 1.0
             return f"rank {rank} recovered"
         if factor < 1:
             return f"rank {rank} became {1 / factor:.1f}x faster"
