@@ -182,6 +182,18 @@ def test_a_change_of_speed_and_its_end_are_followed_within_30_steps(factor: floa
     assert after_end[18] <= 0.08
 
 
+def test_a_change_that_is_not_a_factor_is_followed_too() -> None:
+    """Another job takes a constant time of each step: the shape is a new one, and has to be learned anew."""
+    curves = [[speed * affine(0.1, b / 32) for b in range(1, 129)] for speed in (1.0, 1.6, 2.0, 2.7)]
+    cluster = Cluster(curves, 128, [0.02] * 4, noise=0.02)
+    controller = start(cluster, rebalance_every=100)
+    regrets_after(40, [cluster], [controller])
+    cluster.curves[0] = [seconds + 0.8 for seconds in cluster.curves[0]]
+    assert regrets_after(30, [cluster], [controller])[0] <= 0.03
+    assert "slower" in controller.decisions[-2].reason
+    assert controller.decisions[-1].reason == "re-balance"
+
+
 @pytest.mark.parametrize("steps_after_decision", range(8))
 def test_a_change_that_comes_with_a_switch_is_followed_too(steps_after_decision: int) -> None:
     curves = [[speed * affine(0.3, b / 32) for b in range(1, 129)] for speed in (1.0, 1.6, 2.0, 2.7)]
