@@ -11,7 +11,6 @@ import hashlib
 import json
 import operator
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -45,6 +44,7 @@ from accelerate_lshdp.plan_validation import (
     require_object,
     require_version,
 )
+from accelerate_lshdp.whole_files import write_whole
 
 
 __all__ = [
@@ -346,17 +346,8 @@ class Plan:
         Raises:
             PlanError: the file cannot be written.
         """
-        target = Path(path)
-        beside = target.parent / f".plan-{secrets.token_hex(8)}.tmp"
         try:
-            try:
-                with open(beside, "x", encoding="utf-8") as file:
-                    file.write(self.to_json())
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, target)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_whole(Path(path), self.to_json())
         except OSError as error:
             raise PlanError(
                 f"cannot write the plan ({error.strerror}). Give a file name in a writable directory.",

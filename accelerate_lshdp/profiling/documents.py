@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -39,6 +38,7 @@ from accelerate_lshdp.profiling.measured import (
     read_script,
     require_array,
 )
+from accelerate_lshdp.whole_files import write_whole
 
 
 PROFILE_VERSION = 1
@@ -202,18 +202,8 @@ class Profile:
         Raises:
             ProfileError: the file cannot be written.
         """
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-        target = Path(path)
-        beside = target.parent / f".profile-{secrets.token_hex(8)}.tmp"
         try:
-            try:
-                with open(beside, "x", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(beside, target)
-            finally:
-                beside.unlink(missing_ok=True)
+            write_whole(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
         except OSError as error:
             raise ProfileError(
                 f"{os.fspath(path)}: cannot write the profile ({error.strerror}). Give a file name in a writable"
