@@ -20,8 +20,7 @@ from accelerate_lshdp import Plan
 from accelerate_lshdp.commands.main import main
 from accelerate_lshdp.commands.quickstart_data import load_digit_images
 from accelerate_lshdp.commands.quickstart_report import draw_picture, largest_loss_difference, print_table, saving
-from accelerate_lshdp.planning import verify_certificate
-from accelerate_lshdp.profiling import read_profiles
+from accelerate_lshdp.plan_certificate import verify_plan
 
 
 BIN = Path(sys.executable).parent
@@ -72,8 +71,7 @@ def test_quickstart_is_faster_and_exact(tmp_path: Path) -> None:
     plan = Plan.load(tmp_path / "out" / "lshdp_plan.json")
     assert equal["batch_sizes"] == [250, 250] and planned["batch_sizes"] == plan.batch_sizes
     assert plan.total_batch_size == 500 and plan.batch_sizes[0] > plan.batch_sizes[1]
-    verify_certificate(read_profiles(plan.profile), plan.certificate)
-    assert plan.profile["emulation"] == {"rank": 1, "slowdown": 2.0}
+    verify_plan(plan)
     assert plan.predicted["step_seconds"] == plan.certificate["step_seconds"]
 
     lines = finished.stdout.splitlines()

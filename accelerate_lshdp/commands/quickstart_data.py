@@ -30,10 +30,6 @@ class DigitImages(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"pixel_values": self.images[index], "labels": self.labels[index]}
 
-    def first(self, samples: int) -> dict[str, torch.Tensor]:
-        """The first samples as one batch."""
-        return {"pixel_values": self.images[:samples], "labels": self.labels[:samples]}
-
 
 def load_digit_images() -> tuple[DigitImages, DigitImages]:
     """scikit-learn's `load_digits` (UCI "Optical Recognition of Handwritten Digits"), enlarged to 32 x 32 pixels.

@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.commands.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
-from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total, verify_certificate
-from accelerate_lshdp.profiling import MicroBatchTrainer, Slowdown, measure_time_curve, probe_sizes, write_profiles
+from accelerate_lshdp.plan_certificate import verify_plan
+from accelerate_lshdp.planning import BatchSizes, plan_fixed_total
+from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subject, profile_ranks
+from accelerate_lshdp.whole_files import write_whole
 
 
 SLOWED_RANK = 1
-MEASURING_SECONDS = 12.0
+MEASURING_SECONDS = 24.0
 LEARNING_RATE = 5e-4
 EVALUATION_BATCH_SIZE = 32
 # Without dropout, so that two runs on the same samples draw the same loss curve. The four patches of a digit are its
@@ -61,10 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     slowdown = arguments.slowdown if accelerator.process_index == SLOWED_RANK else 1.0
 
     with _progress(accelerator.is_main_process) as advance_to:
-        profiles = _measure(accelerator, train_images, arguments, slowdown, advance_to)
-        sizes = plan_fixed_total(profiles, arguments.total_batch_size)
-        verify_certificate(profiles, sizes.certificate)
-        plan = _make_plan(profiles, sizes, arguments.slowdown)
+        profile = _measure(accelerator, train_images, arguments, slowdown, advance_to)
+        plan = _make_plan(profile, plan_fixed_total(profile.rank_profiles(), arguments.total_batch_size))
+        verify_plan(plan)
 
         planned = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(**PLACEMENT))
         runs = {
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         plan.save(arguments.output_dir / "lshdp_plan.json")
         text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-        (arguments.output_dir / "results.json").write_text(text, encoding="utf-8")
+        write_whole(arguments.output_dir / "results.json", text)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -114,31 +115,33 @@ def _measure(
     arguments: argparse.Namespace,
     slowdown: float,
     advance_to: Callable[[str, float, float], None],
-) -> list[RankProfile]:
-    """The profiles of both ranks, the same list on both of them."""
-    largest = arguments.total_batch_size - 1  # the other rank has at least one sample
-    trainer = MicroBatchTrainer(build_model(arguments.seed, slowdown), images.first(largest))
-    accelerator.wait_for_everyone()
-    curve = measure_time_curve(
-        trainer,
-        probe_sizes(largest),
+) -> Profile:
+    """The profile of both ranks, the same on both of them."""
+    model = build_model(arguments.seed, slowdown)
+    subject = Subject(model, DataLoader(images, batch_size=1), make_optimizer(model))
+    options = ProfilingOptions(
         seconds=MEASURING_SECONDS,
-        device=accelerator.device,
-        on_round=lambda spent: advance_to("measuring both ranks", spent, MEASURING_SECONDS),
+        strategy="lsdp",
+        max_batch=arguments.total_batch_size - 1,  # the other rank has at least one sample
+        units=PLACEMENT["units"],
     )
-    return gather_object([RankProfile(curve, largest)])
+    return profile_ranks(subject, options, accelerator, on_progress=advance_to)
 
 
-def _make_plan(profiles: list[RankProfile], sizes: BatchSizes, slowdown: float) -> Plan:
-    slowest = max(sizes.rank_seconds)
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all runs."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _make_plan(profile: Profile, sizes: BatchSizes) -> Plan:
     return Plan.from_batch_sizes(
         sizes.batch_sizes,
-        strategy="lsdp",
-        profile={**write_profiles(profiles), "emulation": {"rank": SLOWED_RANK, "slowdown": slowdown}},
+        strategy=profile.strategy,
+        profile=profile.to_dict(),
         predicted={
             "step_seconds": sizes.step_seconds,
             "compute_seconds": sizes.rank_seconds,
-            "idle_fraction": 1 - sum(sizes.rank_seconds) / len(sizes.rank_seconds) / slowest,
+            "idle_fraction": sizes.idle_fraction,
         },
         certificate=sizes.certificate,
     )
@@ -160,7 +163,7 @@ class _Run:
         cls, accelerator: LSHDPAccelerator, train: DigitImages, held_out: DigitImages, seed: int, slowdown: float
     ) -> _Run:
         model = build_model(seed, slowdown)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        optimizer = make_optimizer(model)
         own_batch_size = accelerator.plan.total_batch_size // accelerator.num_processes
         train_loader = DataLoader(train, batch_size=own_batch_size, shuffle=True, drop_last=True)
         held_out_loader = DataLoader(held_out, batch_size=EVALUATION_BATCH_SIZE)
