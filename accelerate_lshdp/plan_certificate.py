@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from accelerate_lshdp.plan import Plan
-from accelerate_lshdp.planning import CertificateError, verify_certificate
+from accelerate_lshdp.planning import CertificateError, RankProfile, verify_certificate
 from accelerate_lshdp.profiling.documents import PROFILE_KIND, Profile, read_profiles
 
 
@@ -12,8 +16,9 @@ def verify_plan(plan: Plan) -> None:
     """Checks that a plan's batch, profile and certificate belong together, and that the certificate holds.
 
     Batch: the certificate's micro-batches, rank by rank. Profile: the certificate's curves and limits, in either
-    format of the section; of a whole profile also the strategy, and the seconds on the network that it was planned
-    with. What the plan predicts is not checked.
+    format of the section; of a whole profile also nodes and strategy, the shard groups that follow from them, and the
+    seconds on the network that it was planned with. Predicted: what follows from the profile for the batch, with or
+    without what the network takes.
 
     Raises:
         CertificateError: a section is missing or malformed, they do not belong together, or the certificate does not
@@ -45,16 +50,30 @@ def verify_plan(plan: Plan) -> None:
                 " certificate: the plan was changed after it was made"
             )
     if profile is not None:
-        _check_network(plan, profile)
+        _check_cluster(plan, profile)
+    _check_predicted(plan, ranks, profile)
 
 
-def _check_network(plan: Plan, profile: Profile) -> None:
-    """Checks what the certificate takes from a whole profile beyond the ranks."""
+def _check_cluster(plan: Plan, profile: Profile) -> None:
+    """Checks what plan and certificate take from a whole profile beyond the ranks: nodes, strategy and network."""
+    if plan.cluster is not None and plan.cluster.node_sizes != profile.cluster.node_sizes:
+        raise CertificateError(
+            f"found nodes of {list(plan.cluster.node_sizes)} ranks, expected {list(profile.cluster.node_sizes)}, those"
+            " of the profile: the plan was changed after it was made"
+        )
     if plan.strategy != profile.strategy:
         raise CertificateError(
             f'found strategy "{plan.strategy}", expected "{profile.strategy}", that of the profile: the plan was'
             " changed after it was made"
         )
+    if plan.certificate["allow_accumulation"]:
+        groups = plan.certificate["shard_groups"] or [[rank] for rank in range(plan.world_size)]
+        expected_groups = profile.shard_groups()
+        if sorted(map(sorted, groups)) != expected_groups:
+            raise CertificateError(
+                f"found shard_groups {groups!r:.200} in the certificate, expected {expected_groups!r:.200}, those of"
+                " the profile's nodes and strategy"
+            )
     buckets = plan.certificate["bucket_seconds"]
     if buckets is not None and buckets != profile.bucket_seconds():
         raise CertificateError(
@@ -69,3 +88,61 @@ def _check_network(plan: Plan, profile: Profile) -> None:
                 f"found communication_seconds {plan.certificate['communication_seconds']} in the certificate, expected"
                 f" {expected}, those of the profile"
             )
+
+
+def _check_predicted(plan: Plan, ranks: Sequence[RankProfile], profile: Profile | None) -> None:
+    """Checks every figure that the plan predicts."""
+    # The planner's own figures, then those with what the network takes.
+    following = [_predictions(plan, ranks, [0.0] * len(ranks), 0.0)]
+    if profile is not None:
+        loads = [rank.communication_load_seconds for rank in profile.ranks]
+        # The step of a maximum throughput has all of it already, and so has one whose gradients overlap.
+        counted = plan.certificate["kind"] == "max_throughput" or plan.certificate["bucket_seconds"]
+        following.append(_predictions(plan, ranks, loads, 0.0 if counted else profile.communication_seconds()))
+    wrong = [_first_difference(plan.predicted or {}, expected) for expected in following]
+    if all(wrong):
+        raise CertificateError(f"{wrong[-1]}: the plan was changed after it was made")
+
+
+def _predictions(
+    plan: Plan, ranks: Sequence[RankProfile], loads: Sequence[float], communication_seconds: float
+) -> dict[str, Any]:
+    """What a plan with a valid certificate may predict.
+
+    Args:
+        plan: the plan.
+        ranks: its profiles.
+        loads: seconds that sending gradients takes from each rank's forward and backward.
+        communication_seconds: what is to be added to the step of the certificate.
+    """
+    compute, memory = [], []
+    for rank, load, (size, steps) in zip(ranks, loads, plan.micro_batches, strict=True):
+        compute.append(steps * rank.time(size) + (steps - 1) * rank.accumulation_overhead_seconds + load)
+        memory.append(None if rank.memory is None else round(rank.memory(size)))
+    return {
+        "step_seconds": plan.certificate["step_seconds"] + communication_seconds,
+        "compute_seconds": compute,
+        "idle_fraction": 1 - sum(compute) / len(compute) / max(compute),
+        "memory_bytes": memory,
+    }
+
+
+def _first_difference(predicted: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """What is wrong in the section `predicted`, None if nothing is. It need not have all that is expected."""
+    for name, value in predicted.items():
+        if name not in expected:
+            return f"found predicted {name}, expected nothing but {', '.join(expected)}"
+        if not _agree(value, expected[name]):
+            return f"found predicted {name} {value!r:.200}, expected {expected[name]!r:.200} by the profile"
+    return None
+
+
+def _agree(found: Any, expected: Any) -> bool:
+    """Whether they are the same but for the rounding of seconds."""
+    if isinstance(expected, list):
+        same_length = isinstance(found, list) and len(found) == len(expected)
+        return same_length and all(_agree(one, other) for one, other in zip(found, expected, strict=True))
+    if isinstance(expected, float):
+        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+        return is_number and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
+    return type(found) is type(expected) and found == expected

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from accelerate_lshdp.commands.plan_prediction import predict
 from accelerate_lshdp.plan import Plan
 from accelerate_lshdp.plan_certificate import verify_plan
 from accelerate_lshdp.plan_sections import Cluster, Node, Strategy
@@ -43,6 +44,7 @@ def a_profile() -> Profile:
             memory=MemoryCurve([1, 8], [100, 800]),
             memory_limit_bytes=650,
             bucket_ready=(TimeCurve([1, 8], [0.5 * slow, 4.0 * slow]),),
+            communication_load_seconds=0.125,
         )
 
     return Profile(
@@ -59,16 +61,28 @@ def a_profile() -> Profile:
 
 def plan_of(profile: Profile, kind: str) -> Plan:
     ranks = profile.rank_profiles()
-    if kind == "fixed total":
-        options = {"allow_accumulation": True, "bucket_seconds": profile.bucket_seconds()}
-        result = plan_fixed_total(ranks, 17, **options)
-    else:
+    buckets = None
+    if kind == "maximum throughput":
         result = plan_max_throughput(ranks, profile.communication_seconds())
+    else:
+        buckets = profile.bucket_seconds()
+        total, groups = (18, [[0, 1]]) if kind == "accumulation in step" else (17, None)
+        result = plan_fixed_total(ranks, total, allow_accumulation=True, bucket_seconds=buckets, shard_groups=groups)
+    communication = 0.0 if buckets else profile.communication_seconds()
+    loads = [rank.communication_load_seconds for rank in profile.ranks]
+    predicted = predict(ranks, result.micro_batches, buckets, communication, loads)
     return Plan.from_batch_sizes(
         result.micro_batches,
         strategy=profile.strategy,
         allow_unequal_accumulation=True,
+        cluster=profile.cluster,
         profile=profile.to_dict(),
+        predicted={
+            "step_seconds": predicted.step_seconds,
+            "compute_seconds": predicted.compute_seconds,
+            "idle_fraction": predicted.idle_fraction,
+            "memory_bytes": predicted.memory_bytes,
+        },
         certificate=result.certificate,
     )
 
@@ -162,6 +176,46 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
         lambda d: d["certificate"]["micro_batches"].reverse() or d["certificate"]["micro_batches"][0].reverse(),
         "micro-batches",
     ),
+    "shard groups that the strategy does not have": (
+        "accumulation in step",
+        lambda d: None,
+        "found shard_groups [[0, 1]] in the certificate, expected [[0], [1]]",
+    ),
+    "nodes of other sizes": (
+        "fixed total",
+        lambda d: d.update(cluster={"nodes": [{"ranks": 2}]}),
+        "found nodes of [2] ranks, expected [1, 1]",
+    ),
+    "a predicted step": (
+        "fixed total",
+        lambda d: d["predicted"].update(step_seconds=d["predicted"]["step_seconds"] * 0.9),
+        "found predicted step_seconds",
+    ),
+    "predicted compute": (
+        "fixed total",
+        lambda d: d["predicted"]["compute_seconds"].reverse(),
+        "found predicted compute_seconds",
+    ),
+    "fewer predictions": (
+        "fixed total",
+        lambda d: d["predicted"]["compute_seconds"].pop(),
+        "found predicted compute_seconds",
+    ),
+    "predicted idle time": (
+        "maximum throughput",
+        lambda d: d["predicted"].update(idle_fraction=0.5),
+        "found predicted idle_fraction 0.5",
+    ),
+    "predicted memory": (
+        "maximum throughput",
+        lambda d: d["predicted"]["memory_bytes"].__setitem__(0, 1),
+        "found predicted memory_bytes",
+    ),
+    "a prediction that nothing predicts": (
+        "short",
+        lambda d: d.update(predicted={"samples_per_second": 1e9}),
+        "found predicted samples_per_second",
+    ),
     "no batch": ("fixed total", lambda d: d.pop("batch"), "found a plan without batch"),
     "no profile": ("fixed total", lambda d: d.pop("profile"), "found a plan without profile"),
     "no certificate": ("fixed total", lambda d: d.pop("certificate"), "found a plan without certificate"),
@@ -184,12 +238,23 @@ TAMPERED: dict[str, tuple[str, Change, str]] = {
 def test_a_changed_plan_is_rejected(case: str) -> None:
     kind, change, message = TAMPERED[case]
     plan = short_plan() if kind == "short" else plan_of(a_profile(), kind)
-    verify_plan(plan)
+    if kind != "accumulation in step":  # which is wrong from the start
+        verify_plan(plan)
     document = json.loads(plan.to_json())
     change(document)
     with pytest.raises(CertificateError) as caught:
         verify_plan(Plan.from_dict(document))
     assert message in str(caught.value)
+
+
+def test_the_figures_of_the_planner_itself_are_predictions_too() -> None:
+    """Without what the network takes: the quickstart's plan has them."""
+    document = json.loads(plan_of(a_profile(), "fixed total").to_json())
+    ranks = Profile.from_dict(document["profile"]).rank_profiles()
+    pairs = document["certificate"]["micro_batches"]
+    compute = [steps * rank.time(size) for rank, (size, steps) in zip(ranks, pairs, strict=True)]
+    document["predicted"] = {"compute_seconds": compute, "step_seconds": document["certificate"]["step_seconds"]}
+    verify_plan(Plan.from_dict(document))
 
 
 def test_what_does_not_enter_a_plan_may_change() -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -201,7 +199,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
     options = {
         "allow_accumulation": allow_accumulation,
         "bucket_seconds": bucket_seconds,
-        "shard_groups": shard_groups(profile.strategy, profile.cluster.node_sizes),
+        "shard_groups": profile.shard_groups(),
     }
     if arguments.max_throughput:
         sizes = plan_max_throughput(ranks, communication_seconds, **options, max_accumulation_steps=most)
@@ -214,16 +212,6 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
         for chosen in (sizes.micro_batches, split)
     )
     return sizes, planned, equal
-
-
-def shard_groups(strategy: Strategy, node_sizes: Sequence[int]) -> list[list[int]]:
-    """The ranks that share one copy of the parameters, group by group, as the engine will form them."""
-    ends = list(accumulate(node_sizes))
-    if strategy.is_world_sharded:
-        return [list(range(ends[-1]))]
-    if strategy.is_node_sharded and len(set(node_sizes)) == 1:
-        return [list(range(end - size, end)) for end, size in zip(ends, node_sizes, strict=True)]
-    return [[rank] for rank in range(ends[-1])]
 
 
 def _make_plan(profile: Profile, sizes: BatchSizes, planned: Prediction) -> Plan:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,16 @@ class Profile:
             return 0.0
         all_reduces = sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes)
         return 1.5 * all_reduces if self.strategy in (Strategy.FSDP, Strategy.FSDP_OFFLOAD) else all_reduces
+
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that share one copy of the parameters, group by group, as the engine will form them."""
+        sizes = self.cluster.node_sizes
+        ends = list(accumulate(sizes))
+        if self.strategy.is_world_sharded:
+            return [list(range(ends[-1]))]
+        if self.strategy.is_node_sharded and len(set(sizes)) == 1:
+            return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+        return [[rank] for rank in range(ends[-1])]
 
     # As a file
 
