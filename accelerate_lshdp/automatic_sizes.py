@@ -6,7 +6,7 @@ so a decision needs no communication of its own, and all ranks come to it at the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ class AutomaticSizes:
         self._rank = rank
         self._accumulation_steps = plan.batch.ranks[0].accumulation_steps
         self._memory = DeviceMemory(device)
-        self._passes: list[HeterogeneousDataLoader] = []
+        self._passes: list[HeterogeneousDataLoader] = []  # twice, if a loader has two passes in progress
+        self._to_switch = False  # whether the passes in progress do not have the sizes that were decided last
+        self._began_pass = False  # since the last report
         self._trained: list[MicroBatchPlace] = []
         self._reports: Sequence[RankReport] | None = None
 
@@ -83,13 +85,20 @@ class AutomaticSizes:
 
     # What the loaders say
 
-    def begin_pass(self, loader: HeterogeneousDataLoader) -> None:
-        """A training pass over a loader begins."""
+    def begin_pass(
+        self, loader: HeterogeneousDataLoader, is_waiting: Callable[[HeterogeneousDataLoader], bool]
+    ) -> None:
+        """A training pass over a loader begins; `is_waiting`: whether a loader's last batch was not trained on yet."""
+        # A pass beside it may be read together with it (`zip`), and have its old sizes for some batches.
+        other = next((other for other in reversed(self._passes) if other is not loader), None)
+        if other is not None:
+            loader.follow_sizes(other, with_last=is_waiting(other))
         self._passes.append(loader)
+        self._began_pass = True
 
     def end_pass(self, loader: HeterogeneousDataLoader) -> None:
         """It has ended."""
-        self._passes = [other for other in self._passes if other is not loader]
+        self._passes.remove(loader)
 
     # What a step says
 
@@ -99,6 +108,7 @@ class AutomaticSizes:
 
     def complete(self, report: RankReport) -> RankReport:
         """This rank's report, with what the decision needs beside times."""
+        self._began_pass = False
         own = max((place.cut.sizes[self._rank] for place in self._trained), default=0) // self._accumulation_steps
         ahead = max((loader.read_ahead for loader in self._passes), default=0)
         if self._trained and self._trained[-1].tokens is not None:
@@ -120,23 +130,31 @@ class AutomaticSizes:
         """
         trained, self._trained = self._trained, []
         reports, self._reports = self._reports, None
-        cut = _only_cut(trained)
-        if reports is None or cut is None or any(report.compute_seconds <= 0 for report in reports):
+        if reports is None:
             return None
-        micro_batches = len(trained) * self._accumulation_steps
-        decision = self.rebalancer.observe(
-            [size // self._accumulation_steps for size in cut.sizes],
-            [(report.compute_seconds + report.data_seconds) / micro_batches for report in reports],
-            [report.optimizer_seconds / micro_batches for report in reports],
-            [report.largest_micro_batch or None for report in reports],
-        )
-        if decision is not None:
+        decision = self._observe(trained, reports)
+        self._to_switch |= decision is not None
+        # What a rank has read of a pass that began after the reports is not among them: that waits for the next step.
+        if self._to_switch and not self._began_pass:
+            self._to_switch = False
             ahead = max(report.read_ahead for report in reports)
             # Passes that are read together must go on together; else the next ones have the new sizes.
             if all(loader.can_switch for loader in self._passes):
                 for loader in self._passes:
                     loader.switch_sizes(self.batch.ranks, ahead)
         return decision
+
+    def _observe(self, trained: Sequence[MicroBatchPlace], reports: Sequence[RankReport]) -> Decision | None:
+        cut = _only_cut(trained)
+        if cut is None or any(report.compute_seconds <= 0 for report in reports):
+            return None
+        micro_batches = len(trained) * self._accumulation_steps
+        return self.rebalancer.observe(
+            [size // self._accumulation_steps for size in cut.sizes],
+            [(report.compute_seconds + report.data_seconds) / micro_batches for report in reports],
+            [report.optimizer_seconds / micro_batches for report in reports],
+            [report.largest_micro_batch or None for report in reports],
+        )
 
     # Checkpoints
 

@@ -44,6 +44,10 @@ class BatchTracker:
         self._waiting.append((id(loader), place))
         self._last_evaluates = False
 
+    def is_waiting(self, loader: Any) -> bool:
+        """Whether a batch that this loader yielded was not worked on yet."""
+        return any(owner == id(loader) for owner, _ in self._waiting)
+
     @property
     def in_evaluation_pass(self) -> bool:
         """Whether the script works on an evaluation pass, not on a training pass beside one that it left open."""

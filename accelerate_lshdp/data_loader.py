@@ -208,6 +208,16 @@ class HeterogeneousDataLoader(DataLoaderShard):
         cuts.switch(first, GlobalBatchCut.from_plan(rank_batches))
         return first
 
+    def follow_sizes(self, other: HeterogeneousDataLoader, *, with_last: bool) -> None:
+        """Use, in the pass that begins, the sizes of another loader's pass in progress, also those to come.
+
+        Args:
+            other: the other loader.
+            with_last: whether the first batch belongs with the one that `other` yielded last, or with its next one.
+        """
+        cuts = other._progress.current_pass
+        self._progress.current_pass.follow(cuts, cuts.last_yielded if with_last else cuts.last_yielded + 1)
+
     def _in_evaluation(self) -> bool:
         return self.is_evaluating if self._passes else self._context.is_evaluation_pass()
 

@@ -272,7 +272,7 @@ class StreamSource:
             current = following
 
     def _bundles(self, cuts: CutSchedule, seed: int, epoch: int, start: StartPoint) -> Iterator[Bundle]:
-        if self._training is None or self._training.dataset.cuts.initial != cuts.initial:
+        if self._training is None or self._training.dataset.cuts.changes != cuts.changes:
             stream = GlobalBatchStream(self.dataset, cuts, self.rank, self.workers, self.drop_last, self._collate_fn)
             self._training = self._make_loader(stream, batch_size=None, collate_fn=pass_through, wrapped=True)
         self._training.dataset.start_pass(cuts, seed, epoch, start)

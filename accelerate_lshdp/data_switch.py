@@ -22,7 +22,8 @@ class CutSchedule:
         """The last global batch that was cut."""
         self.last_yielded = start - 1
         """The global batch of the micro-batch that the script got last."""
-        self._changes = [(start, cut)]  # from this global batch on, these sizes; what was said last counts
+        self.changes = [(start, cut)]
+        """From each of these global batches on, these sizes; what was said last counts."""
 
     @property
     def total(self) -> int:
@@ -37,7 +38,15 @@ class CutSchedule:
     def at(self, global_batch: int) -> GlobalBatchCut:
         """The sizes that this global batch is cut with, from now on for good."""
         self.furthest = max(self.furthest, global_batch)
-        return next(cut for first, cut in reversed(self._changes) if first <= global_batch)
+        return next(cut for first, cut in reversed(self.changes) if first <= global_batch)
+
+    def follow(self, other: CutSchedule, global_batch: int) -> None:
+        """Use, from the start on, the sizes that another pass has from its `global_batch` on.
+
+        So batches of two passes that are fetched together have the same sizes. To be called before anything is cut.
+        """
+        shift = self.furthest + 1 - global_batch
+        self.changes = [(max(first + shift, self.furthest + 1), cut) for first, cut in other.changes]
 
     def switch(self, first: int, cut: GlobalBatchCut) -> None:
         """Use other sizes from global batch `first` on, in place of all that were to come there or later.
@@ -57,4 +66,4 @@ class CutSchedule:
                 f" expected one at {self.furthest + 1} or later: ranks would train on different shares. Switch before"
                 " the next batch is fetched, with the largest read_ahead of all ranks."
             )
-        self._changes.append((first, cut))
+        self.changes.append((first, cut))

@@ -61,11 +61,11 @@ class AcceleratorLoaderContext:
         self._accelerator._tracker.begin_pass(loader, loader.is_evaluating)
         self._accelerator._timer.interrupt()
         if self._accelerator._sizing is not None and not loader.is_evaluating:
-            self._accelerator._sizing.begin_pass(loader)
+            self._accelerator._sizing.begin_pass(loader, self._accelerator._tracker.is_waiting)
 
     def end_pass(self, loader: Any) -> None:
         self._accelerator._tracker.end_pass(loader)
-        if self._accelerator._sizing is not None:
+        if self._accelerator._sizing is not None and not loader.is_evaluating:
             self._accelerator._sizing.end_pass(loader)
 
     def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:

@@ -1,0 +1,202 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Automatic batch sizes in scripts beside the plain loop: sizes follow speed, and what is trained stays the same.
+
+As in `test_automatic`, the ranks are equally fast, and what they measure is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.step_exchange import RankReport
+
+
+TIMEOUT_SECONDS = 45
+TOTAL = 16
+SPEEDS = (30.0, 10.0)
+
+
+def accelerator_of(automatic: bool = True, speeds: tuple[float, ...] = SPEEDS, **options: Any) -> LSHDPAccelerator:
+    """With automatic sizes or equal ones, and a clock that says how long ranks of these speeds would compute."""
+    set_seed(5)
+    if automatic:
+        plan = Plan.auto(TOTAL, strategy="ddp", rebalance_every=5)
+    else:
+        plan = Plan.from_batch_sizes([TOTAL // len(speeds)] * len(speeds), strategy="ddp")
+    accelerator = LSHDPAccelerator(plan=plan, **options)
+    timer = accelerator._timer
+
+    def backward_ends() -> RankReport:
+        place = accelerator.batch_place
+        rank = accelerator.process_index
+        timer._compute += 0.01 + place.cut.sizes[rank] / place.micro_batches / speeds[rank]
+        return RankReport(timer._compute, wait_seconds=0.0, optimizer_seconds=0.001, data_seconds=0.0)
+
+    timer.backward_ends = backward_ends
+    return accelerator
+
+
+def layer(seed: int, features: int = 4) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(4, features).double()
+
+
+def data(samples: int, seed: int = 0, **options: Any) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    dataset = TensorDataset(torch.randn(samples, 4, generator=generator, dtype=torch.float64))
+    return DataLoader(dataset, batch_size=4, drop_last=True, **options)
+
+
+def cycle(loader: DataLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def result(accelerator: LSHDPAccelerator, *modules: nn.Module) -> tuple[list[torch.Tensor], list[int], int]:
+    weights = [parameter.detach().clone() for module in modules for parameter in module.parameters()]
+    return weights, accelerator.plan.batch_sizes, len(accelerator.batch_size_decisions)
+
+
+def adapted_and_exact(automatic: list[tuple], fixed: list[tuple]) -> None:
+    """All ranks have the same sizes and weights, those of a run with equal sizes."""
+    for weights, sizes, _ in automatic:
+        assert sizes == automatic[0][1] and sizes[0] in (11, 12, 13), automatic
+        for mine, other in zip(weights, fixed[0][0], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+def both(workers: Any, function: Any, *args: Any) -> tuple[list[tuple], list[tuple]]:
+    pool = workers(len(SPEEDS))
+    return tuple(pool.run(function, kind, *args, nodes=(1, 1), timeout=TIMEOUT_SECONDS) for kind in (True, False))
+
+
+def two_loaders(automatic: bool, short_first: bool) -> tuple:
+    accelerator = accelerator_of(automatic)
+    model = layer(0)
+    options = {"num_workers": 1, "prefetch_factor": 4}
+    model, optimizer, long, short = accelerator.prepare(
+        model, sgd(model), data(16 * 40, seed=1, **options), data(16 * 7, seed=2, **options)
+    )
+    model.train()
+    if short_first:
+        pairs = zip(cycle(short), long, strict=False)
+    else:
+        pairs = zip(long, cycle(short), strict=False)
+    for (one,), (two,) in islice(pairs, 30):
+        optimizer.zero_grad()
+        accelerator.backward(model(one).square().mean() + model(two).mean())
+        optimizer.step()
+    return result(accelerator, model)
+
+
+@pytest.mark.parametrize("short_first", [False, True])
+def test_a_loader_that_begins_anew_beside_another_has_the_same_sizes(workers, short_first):
+    adapted_and_exact(*both(workers, two_loaders, short_first))
+
+
+def adversaries(automatic: bool, first: str) -> tuple:
+    accelerator = accelerator_of(automatic)
+    generator, critic = layer(1), layer(2, features=1)
+    optimizers = {"critic": sgd(critic), "generator": sgd(generator)}
+    order = [first, *(name for name in optimizers if name != first)]
+    generator, critic, loader, *prepared = accelerator.prepare(
+        generator, critic, data(16 * 12), *(optimizers[name] for name in order)
+    )
+    optimizers = dict(zip(order, prepared, strict=True))
+    generator.train(), critic.train()
+    for _ in range(2):
+        for (batch,) in loader:
+            optimizers["critic"].zero_grad()
+            accelerator.backward(critic(generator(batch).detach()).square().mean() + critic(batch).mean())
+            optimizers["critic"].step()
+            optimizers["generator"].zero_grad()
+            accelerator.backward(-critic(generator(batch)).mean())
+            optimizers["generator"].step()
+    return result(accelerator, generator, critic)
+
+
+@pytest.mark.parametrize("first", ["critic", "generator"])
+def test_two_optimizers_on_one_batch(workers, first):
+    adapted_and_exact(*both(workers, adversaries, first))
+
+
+def evaluation_within(automatic: bool) -> tuple:
+    accelerator = accelerator_of(automatic)
+    model = layer(0)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 24))
+    model.train()
+    used = set()
+    for number, (batch,) in enumerate(loader):
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        used.add(accelerator.batch_place.cut.sizes[0])
+        if number == 3:
+            model.eval()
+            for (seen,) in loader:
+                model(seen)
+            model.train()
+    assert len(used) > 1 or not automatic, used
+    return result(accelerator, model)
+
+
+def test_an_evaluation_pass_over_the_training_loader(workers):
+    adapted_and_exact(*both(workers, evaluation_within))
+
+
+def fetches_before_the_step(automatic: bool, num_workers: int) -> tuple:
+    accelerator = accelerator_of(automatic)
+    model = layer(0)
+    options = {"num_workers": num_workers, "prefetch_factor": 3 if num_workers else None}
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 6, **options))
+    model.train()
+    batches = cycle(loader)
+    (batch,) = next(batches)
+    for _ in range(30):
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        (batch,) = next(batches)
+        optimizer.step()
+    return result(accelerator, model)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_next_batch_is_fetched_before_the_step(workers, num_workers):
+    adapted_and_exact(*both(workers, fetches_before_the_step, num_workers))
+
+
+def leaves_early(automatic: bool) -> tuple:
+    accelerator = accelerator_of(automatic)
+    model = layer(0)
+    options = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True}
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 20, **options))
+    model.train()
+    kept = iter(loader)
+    next(kept)
+    for epoch in range(6):
+        for number, (batch,) in enumerate(loader):
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            if epoch == 3 and number == 1:
+                kept = None
+            if number == 5:
+                break
+    return result(accelerator, model)
+
+
+def test_epochs_that_are_left_early(workers):
+    adapted_and_exact(*both(workers, leaves_early))
