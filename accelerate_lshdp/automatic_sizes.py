@@ -76,6 +76,11 @@ class AutomaticSizes:
         self._began_pass = False  # since the last report
         self._trained: list[MicroBatchPlace] = []
         self._reports: Sequence[RankReport] | None = None
+        self._forget_seconds()
+
+    def _forget_seconds(self) -> None:
+        ranks = len(self.rebalancer.batch_sizes)
+        self._compute, self._fixed = [0.0] * ranks, [0.0] * ranks
 
     @property
     def batch(self) -> Batch:
@@ -121,9 +126,10 @@ class AutomaticSizes:
         self._reports = reports
 
     def step_ended(self) -> Decision | None:
-        """The optimizer has stepped: takes the step into account, and switches the loaders if that changes the sizes.
+        """An optimizer has stepped: takes the step into account, and switches the loaders if that changes the sizes.
 
-        Steps of which a rank has no time (forwards that the accelerator did not see) teach nothing.
+        Steps of which a rank has no time (forwards that the accelerator did not see) teach nothing. What a second
+        optimizer takes for batches that a first one has stepped for counts with the next batches.
 
         Returns:
             What was decided, the same on all ranks.
@@ -145,14 +151,21 @@ class AutomaticSizes:
         return decision
 
     def _observe(self, trained: Sequence[MicroBatchPlace], reports: Sequence[RankReport]) -> Decision | None:
+        for rank, report in enumerate(reports):
+            self._compute[rank] += report.compute_seconds + report.data_seconds
+            self._fixed[rank] += report.optimizer_seconds
+        if not trained:
+            return None
+        compute, fixed = self._compute, self._fixed
+        self._forget_seconds()
         cut = _only_cut(trained)
         if cut is None or any(report.compute_seconds <= 0 for report in reports):
             return None
         micro_batches = len(trained) * self._accumulation_steps
         return self.rebalancer.observe(
             [size // self._accumulation_steps for size in cut.sizes],
-            [(report.compute_seconds + report.data_seconds) / micro_batches for report in reports],
-            [report.optimizer_seconds / micro_batches for report in reports],
+            [seconds / micro_batches for seconds in compute],
+            [seconds / micro_batches for seconds in fixed],
             [report.largest_micro_batch or None for report in reports],
         )
 

@@ -158,8 +158,8 @@ class Preparing(_Base):
         self._timer.step_ends()
         if self._optimizers and optimizer is self._optimizers[0].optimizer:
             self.completed_steps += 1
-            if self._sizing is not None:
-                self._rebalance()
+        if self._sizing is not None:
+            self._rebalance()
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None

@@ -125,12 +125,34 @@ def adversaries(automatic: bool, first: str) -> tuple:
             optimizers["generator"].zero_grad()
             accelerator.backward(-critic(generator(batch)).mean())
             optimizers["generator"].step()
+    if automatic:
+        # Both optimizers' turns at a batch count, whichever was prepared first.
+        measured = accelerator.batch_size_decisions[0].measured_seconds
+        expected = [2 * (0.01 + TOTAL / len(SPEEDS) / speed + 0.001) for speed in SPEEDS]
+        torch.testing.assert_close(list(measured), expected, rtol=1e-9, atol=0)
     return result(accelerator, generator, critic)
 
 
 @pytest.mark.parametrize("first", ["critic", "generator"])
 def test_two_optimizers_on_one_batch(workers, first):
     adapted_and_exact(*both(workers, adversaries, first))
+
+
+def two_phases(automatic: bool) -> tuple:
+    accelerator = accelerator_of(automatic)
+    one, two = layer(1), layer(2)
+    one, two, warm_up, optimizer, loader = accelerator.prepare(one, two, sgd(one), sgd(two), data(16 * 24))
+    one.train(), two.train()
+    for number, (batch,) in enumerate(loader):
+        model, active = (one, warm_up) if number < 2 else (two, optimizer)
+        active.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        active.step()
+    return result(accelerator, one, two)
+
+
+def test_the_first_optimizer_steps_no_more(workers):
+    adapted_and_exact(*both(workers, two_phases))
 
 
 def evaluation_within(automatic: bool) -> tuple:
