@@ -123,6 +123,7 @@ def test_the_plan_is_written_with_all_that_explains_it(folder: Path, capsys: pyt
         "equal batches: 0.41 s a step (predicted), 87.8 samples/s, 41.4% idle",
         "The plan's step takes 49% less time.",
         "wrote lshdp_plan.json, lshdp_plan.png, node0.yaml, node1.yaml",
+        "next: on every node N, accelerate-lshdp launch --config_file nodeN.yaml --plan lshdp_plan.json train.py",
     ):
         assert line in output, output
 
@@ -179,6 +180,14 @@ def test_limits_can_be_overridden_and_stay_in_the_plan(folder: Path) -> None:
         (["--total", "36", "--set", "rank.0.memory=10MB"], "memory"),
         (["--total", "36", "--max-accumulation", "3"], "--max-throughput"),
         (["--total", "36", "--nodes", "1,3"], "found nodes of [2, 2] ranks, but --nodes says [1, 3]"),
+        (["--total", "36", "--output", "plan.png"], "--picture"),
+        (["--total", "36", "--output", "plan.json", "--picture", "plan.json"], "--picture"),
+        (["--total", "36", "--picture", "no/such.png"], "found --picture no/such.png, expected a file in a folder"),
+        (["--total", "99999999999999"], "found --total 99999999999999, expected at most 1000000"),
+        (
+            ["--max-throughput", "--max-accumulation", "100000"],
+            "found --max-accumulation 100000, expected at most 256",
+        ),
         ([], "--total B"),
     ],
 )

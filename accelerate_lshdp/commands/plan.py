@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from accelerate_lshdp.profiling.documents import Profile
 
 DEFAULT_OUTPUT = Path("lshdp_plan.json")
+# Beyond these, exact planning with accumulation takes minutes, and then more memory than there is.
+_LARGEST_TOTAL, _MOST_ACCUMULATION = 1_000_000, 256
 _EPILOG = """\
 examples:
   accelerate-lshdp plan lshdp_profile.json --total 256               the fastest cut of 256 samples
@@ -74,8 +77,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"the plan (default: {DEFAULT_OUTPUT})"
     )
     picture = parser.add_mutually_exclusive_group()
-    picture.add_argument("--picture", type=Path, metavar="PNG", help="default: beside the plan, with its name")
-    picture.add_argument("--no-picture", action="store_true")
+    picture.add_argument(
+        "--picture", type=Path, metavar="PNG", help="the picture (default: PLAN.png, beside the plan)"
+    )
+    picture.add_argument("--no-picture", action="store_true", help="draw none")
     files = parser.add_argument_group("YAML files", "as accelerate-lshdp config writes them")
     add_layout_arguments(files)
     where = files.add_mutually_exclusive_group()
@@ -99,6 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
+    for flag, value, most in (
+        ("--total", None if arguments.no_accumulation else arguments.total, _LARGEST_TOTAL),
+        ("--max-accumulation", arguments.max_accumulation, _MOST_ACCUMULATION),
+    ):
+        if value is not None and value > most:
+            raise ValueError(f"found {flag} {value}, expected at most {most}, which can be planned with accumulation")
     from accelerate_lshdp.commands.plan_table import print_plan
     from accelerate_lshdp.plan_certificate import verify_plan
 
@@ -120,7 +131,17 @@ def run(arguments: argparse.Namespace) -> int:
         written += _write_yamls(layout, arguments.yaml_dir or arguments.output.parent, arguments.force)
     print_plan(profile, planned, equal)
     print(f"wrote {', '.join(map(str, written))}")
+    print(f"next: {_launch_command(profile, arguments)}")
     return 0
+
+
+def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
+    """How to train the profiled script with the plan."""
+    several_nodes = len(profile.cluster.node_sizes) > 1
+    where, file = ("on every node N, ", "--config_file nodeN.yaml ") if several_nodes else ("", "")
+    module = "" if profile.subject.script.endswith(".py") else "-m "
+    script = shlex.join([profile.subject.script, *profile.subject.arguments])
+    return f"{where}accelerate-lshdp launch {file}--plan {arguments.output} {module}{script}"
 
 
 def _picture_path(arguments: argparse.Namespace) -> Path | None:
@@ -133,7 +154,12 @@ def _picture_path(arguments: argparse.Namespace) -> Path | None:
             raise ValueError(f"--picture {arguments.picture} cannot be drawn: {missing}")
         _say(f"no picture: {missing}")
         return None
-    return arguments.picture or arguments.output.with_suffix(".png")
+    picture = arguments.picture or arguments.output.with_suffix(".png")
+    if picture.absolute() == arguments.output.absolute():
+        raise ValueError(f"the picture would replace the plan {arguments.output}; give --picture another name")
+    if arguments.picture is not None and not picture.absolute().parent.is_dir():
+        raise ValueError(f"found --picture {picture}, expected a file in a folder that exists")
+    return picture
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:
