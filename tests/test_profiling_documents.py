@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from accelerate_lshdp.plan_sections import Cluster, Node
-from accelerate_lshdp.planning import TimeCurve
+from accelerate_lshdp.planning import RankProfile, TimeCurve
 from accelerate_lshdp.planning.curves import MemoryCurve
-from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles
+from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
 from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
 
 
@@ -179,3 +179,37 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
 def test_profiles_are_read_without_torch() -> None:
     code = "import accelerate_lshdp.profiling.documents, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+# ---- the short form in a plan
+
+
+def test_the_short_form_survives_being_written() -> None:
+    profiles = [
+        RankProfile(TimeCurve((1, 2, 7), (0.1, 0.15, 0.5)), 7),
+        RankProfile(TimeCurve((1, 4), (1 / 3, 2 / 3)), 3),
+    ]
+    assert read_profiles({**write_profiles(profiles), "emulation": {"rank": 1}}) == profiles
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 1}, "expected rank 0"),
+        ({"seconds": [0.1]}, "the profile of rank 0: found 2 batch sizes and 1 times"),
+        ({"seconds": None}, "the profile of rank 0"),
+        ({"max_micro_batch_size": 9}, "the profile of rank 0: found max_micro_batch_size 9"),
+        ({"speed": 3}, "found .* at place 0"),
+    ],
+)
+def test_bad_short_forms_are_refused(change: dict[str, Any], message: str) -> None:
+    document = write_profiles([RankProfile(TimeCurve((1, 2), (0.1, 0.2)), 2)])
+    document["ranks"][0].update(change)
+    with pytest.raises(ValueError, match=message):
+        read_profiles(document)
+
+
+def test_a_short_form_without_ranks_is_refused() -> None:
+    for document in ({}, {"ranks": []}, {"ranks": 3}, None):
+        with pytest.raises(ValueError, match="measure the ranks again"):
+            read_profiles(document)

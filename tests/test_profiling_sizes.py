@@ -21,8 +21,21 @@ from accelerate_lshdp.profiling.probing import (
     OutOfMemory,
     Trial,
     find_sizes,
+    probe_sizes,
     with_margin,
 )
+
+
+@pytest.mark.parametrize(
+    ("largest", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (63, [1, 2, 4, 8, 16, 32, 63])]
+)
+def test_sizes_to_probe(largest: int, sizes: list[int]) -> None:
+    assert probe_sizes(largest) == sizes
+
+
+def test_no_size_to_probe() -> None:
+    with pytest.raises(ValueError, match="found a largest micro-batch of 0"):
+        probe_sizes(0)
 
 
 class Rank:

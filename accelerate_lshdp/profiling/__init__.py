@@ -11,26 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 
 _MODULE_OF = {
-    "MicroBatchTrainer": "accelerate_lshdp.profiling.local_step",
     "Profile": "accelerate_lshdp.profiling.documents",
     "ProfileError": "accelerate_lshdp.profiling.documents",
     "ProfilingOptions": "accelerate_lshdp.profiling.session",
     "Slowdown": "accelerate_lshdp.profiling.emulation",
     "Subject": "accelerate_lshdp.profiling.subject",
-    "measure_time_curve": "accelerate_lshdp.profiling.local_step",
-    "probe_sizes": "accelerate_lshdp.profiling.local_step",
+    "probe_sizes": "accelerate_lshdp.profiling.probing",
     "profile_ranks": "accelerate_lshdp.profiling.session",
     "read_profiles": "accelerate_lshdp.profiling.documents",
     "write_profiles": "accelerate_lshdp.profiling.documents",
 }
 __all__ = [
-    "MicroBatchTrainer",
     "Profile",
     "ProfileError",
     "ProfilingOptions",
     "Slowdown",
     "Subject",
-    "measure_time_curve",
     "probe_sizes",
     "profile_ranks",
     "read_profiles",
@@ -40,7 +36,7 @@ __all__ = [
 if TYPE_CHECKING:
     from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
     from accelerate_lshdp.profiling.emulation import Slowdown
-    from accelerate_lshdp.profiling.local_step import MicroBatchTrainer, measure_time_curve, probe_sizes
+    from accelerate_lshdp.profiling.probing import probe_sizes
     from accelerate_lshdp.profiling.session import ProfilingOptions, profile_ranks
     from accelerate_lshdp.profiling.subject import Subject
 

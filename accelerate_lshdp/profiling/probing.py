@@ -12,8 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from accelerate_lshdp.profiling.local_step import probe_sizes
-
 
 #: What is predicted and reported is this much above what was measured: allocators round, and fragment.
 MEMORY_MARGIN = 0.05
@@ -27,6 +25,19 @@ class OutOfMemory(Exception):
 
 class NothingFits(RuntimeError):
     """Not even one sample can be trained on."""
+
+
+def probe_sizes(largest: int) -> list[int]:
+    """The micro-batch sizes to measure: the powers of two below ``largest``, and ``largest`` itself.
+
+    The planner interpolates between them. On 228 measured GPU curves that costs 0.3 % of the optimal step time.
+
+    Raises:
+        ValueError: ``largest`` is below 1.
+    """
+    if largest < 1:
+        raise ValueError(f"found a largest micro-batch of {largest} samples, expected at least 1")
+    return [1 << power for power in range((largest - 1).bit_length())] + [largest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Measuring a rank: what counts and what does not, on a clock that the tests move."""
+"""The emulated slow rank, on a clock that the tests move."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.profiling import (
-    MicroBatchTrainer,
-    Slowdown,
-    measure_time_curve,
-    probe_sizes,
-    read_profiles,
-    write_profiles,
-)
+from accelerate_lshdp.profiling import Slowdown
 
 
 class Clock:
@@ -72,77 +64,6 @@ def _train(model: nn.Module, samples: int) -> torch.Tensor:
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("largest", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (63, [1, 2, 4, 8, 16, 32, 63])]
-)
-def test_sizes_to_probe(largest: int, sizes: list[int]) -> None:
-    assert probe_sizes(largest) == sizes
-
-
-def test_no_size_to_probe() -> None:
-    with pytest.raises(ValueError, match="found a largest micro-batch of 0"):
-        probe_sizes(0)
-
-
-def test_warm_up_and_outliers_do_not_count() -> None:
-    clock, calls, spent = Clock(), [], []
-
-    def train(size: int) -> None:
-        calls.append(size)
-        rounds_before = calls.count(size) - 1
-        # The warm-up round allocates, and one of the others is disturbed.
-        clock.take({0: 100.0, 2: 50.0}.get(rounds_before, 0.5) * size)
-
-    curve = measure_time_curve(train, [1, 2, 4], seconds=0, least_rounds=3, clock=clock, on_round=spent.append)
-    assert calls == [1, 2, 4] * 4
-    assert curve == TimeCurve((1, 2, 4), (0.5, 1.0, 2.0))
-    assert spent == [3.5, 353.5, 357.0]
-
-
-def test_measuring_goes_on_for_the_given_seconds() -> None:
-    clock, calls = Clock(), []
-
-    def train(size: int) -> None:
-        calls.append(size)
-        clock.take(1.0)
-
-    measure_time_curve(train, [1, 2], seconds=9.0, least_rounds=1, warm_up_rounds=2, clock=clock)
-    assert len(calls) == 2 * (2 + 5)
-
-
-def test_nothing_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="found least_rounds 0"):
-        measure_time_curve(lambda size: None, [1], seconds=1, least_rounds=0)
-
-
-class _WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.seen: list[tuple[int, bool]] = []
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.seen.append((len(x), self.training))
-        return type("Output", (), {"loss": self.linear(x).mean()})
-
-
-def test_micro_batches_are_trained_and_leave_no_gradient() -> None:
-    model = _WithLoss().eval()
-    reached = []
-    model.linear.weight.register_post_accumulate_grad_hook(lambda p: reached.append(p.grad.abs().sum().item()))
-    trainer = MicroBatchTrainer(model, {"x": torch.ones(6, 4)})
-    trainer(2)
-    trainer(6)
-    assert model.seen == [(2, True), (6, True)]
-    assert reached == [4.0, 4.0]  # of one micro-batch each: nothing was added up
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(ValueError, match="found a micro-batch of 7 samples, expected 1 to 6"):
-        trainer(7)
-
-
-# ---- the emulated slow rank -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.5])
@@ -237,37 +158,3 @@ def test_impossible_slowdowns_are_refused() -> None:
             Slowdown(model, factor)
     with pytest.raises(ValueError, match="slowed twice"):
         Slowdown([model, model[0]], 2)
-
-
-# ---- documents ------------------------------------------------------------------------------------------------------
-
-
-def test_profiles_survive_being_written() -> None:
-    profiles = [
-        RankProfile(TimeCurve((1, 2, 7), (0.1, 0.15, 0.5)), 7),
-        RankProfile(TimeCurve((1, 4), (1 / 3, 2 / 3)), 3),
-    ]
-    assert read_profiles({**write_profiles(profiles), "emulation": {"rank": 1}}) == profiles
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank": 1}, "expected rank 0"),
-        ({"seconds": [0.1]}, "the profile of rank 0: found 2 batch sizes and 1 times"),
-        ({"seconds": None}, "the profile of rank 0"),
-        ({"max_micro_batch_size": 9}, "the profile of rank 0: found max_micro_batch_size 9"),
-        ({"speed": 3}, "found .* at place 0"),
-    ],
-)
-def test_bad_profiles_are_refused(change: dict[str, Any], message: str) -> None:
-    document = write_profiles([RankProfile(TimeCurve((1, 2), (0.1, 0.2)), 2)])
-    document["ranks"][0].update(change)
-    with pytest.raises(ValueError, match=message):
-        read_profiles(document)
-
-
-def test_a_document_without_ranks_is_refused() -> None:
-    for document in ({}, {"ranks": []}, {"ranks": 3}, None):
-        with pytest.raises(ValueError, match="measure the ranks again"):
-            read_profiles(document)
