@@ -201,6 +201,24 @@ def test_what_cannot_be_planned_is_one_line(
     assert [path.name for path in folder.iterdir()] == ["profile.json"]
 
 
+def test_the_next_command_can_be_pasted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = a_profile()
+    document["subject"]["arguments"] = ["--name", "two words"]
+    Path("profile.json").write_text(json.dumps(document))
+    Path("my plans").mkdir()
+    assert main(["plan", "profile.json", "--total", "36", "--no-picture", "--output", "my plans/plan.json"]) == 0
+    assert Path("my plans/node1.yaml").exists()
+    expected = "--config_file 'my plans/nodeN.yaml' --plan 'my plans/plan.json' train.py --name 'two words'"
+    assert f"next: on every node N, accelerate-lshdp launch {expected}\n" in capsys.readouterr().out
+
+
+def test_what_was_profiled_from_python_is_planned_like_any_script(folder: Path) -> None:
+    document = a_profile()
+    document["subject"]["script"] = None
+    Path("profile.json").write_text(json.dumps(document))
+    assert plan("--total", "36", "--no-accumulation", "--no-picture", "--no-yaml").batch_sizes == [16, 8, 8, 4]
+
+
 def test_a_plan_whose_proof_fails_is_not_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,11 +137,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
     """How to train the profiled script with the plan."""
+    words = ["accelerate-lshdp", "launch"]
     several_nodes = len(profile.cluster.node_sizes) > 1
-    where, file = ("on every node N, ", "--config_file nodeN.yaml ") if several_nodes else ("", "")
-    module = "" if profile.subject.script.endswith(".py") else "-m "
-    script = shlex.join([profile.subject.script, *profile.subject.arguments])
-    return f"{where}accelerate-lshdp launch {file}--plan {arguments.output} {module}{script}"
+    if several_nodes and arguments.no_yaml:
+        words += ["--node-rank", "N"]
+    elif several_nodes:
+        words += ["--config_file", str((arguments.yaml_dir or arguments.output.parent) / "nodeN.yaml")]
+    words += ["--plan", str(arguments.output)]
+    script = profile.subject.script or "train.py"  # null: profiled from Python
+    words += [*([] if script.endswith(".py") else ["-m"]), script, *profile.subject.arguments]
+    return ("on every node N, " if several_nodes else "") + shlex.join(words)
 
 
 def _picture_path(arguments: argparse.Namespace) -> Path | None:
