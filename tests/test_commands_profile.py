@@ -79,7 +79,8 @@ def test_the_command_measures_two_ranks(folder: Path) -> None:
     assert str(measured.strategy) == "ddp"
     assert measured.subject.script == "tiny.py" and measured.subject.arguments == ()
     assert measured.subject.parameters == 8 * 32 + 32 + 32 + 1
-    assert "321 parameters, strategy ddp" in done.stdout and done.stdout.endswith("wrote out.json\n")
+    assert "321 parameters, strategy ddp" in done.stdout and "wrote out.json\n" in done.stdout
+    assert done.stdout.endswith("next: accelerate-lshdp plan out.json --total B\n")
     assert "measuring micro-batches" in done.stderr and "Traceback" not in done.stderr
     # It is what the planner reads.
     largest = [rank.max_micro_batch_size for rank in measured.ranks]

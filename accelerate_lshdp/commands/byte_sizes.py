@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Amounts of memory as people write and read them: ``8GB``."""
+"""Amounts of memory as people write and read them, ``8GB``, and speeds."""
 
 from __future__ import annotations
 
@@ -26,3 +26,8 @@ def format_bytes(count: float) -> str:
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.3g} {unit.replace('K', 'k')}"
     return f"{count:.0f} B"
+
+
+def format_speed(samples_per_second: float) -> str:
+    """Samples a second, at least three digits and no exponent: ``0.352``, ``171.4``, ``12,345``."""
+    return f"{samples_per_second:,.0f}" if samples_per_second >= 1000 else f"{samples_per_second:.4g}"

@@ -26,6 +26,8 @@ _SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 1
 _EPILOG = """\
 examples:
   accelerate-lshdp launch --plan plan.json train.py --epochs 3              all ranks of the plan on this machine
+  accelerate-lshdp launch --nodes 2 train.py                                two ranks here, without a plan or with one
+                                                                            that names no ranks ("automatic")
   accelerate-lshdp launch --nodes 1,2 --node-rank 0 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 0
   accelerate-lshdp launch --nodes 1,2 --node-rank 1 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 1
   accelerate-lshdp launch --config_file node0.yaml --plan plan.json -m package.module
@@ -104,7 +106,8 @@ def _write_config(arguments: argparse.Namespace, plan: Plan | None, folder: Path
     if arguments.nodes is None and (plan is None or plan.cluster is None):
         if plan is None or plan.world_size is None:
             raise ValueError(
-                "the number of processes is not known: give --plan with batch sizes, --nodes, or --config_file"
+                "the number of processes is not known: give --plan with batch sizes, --nodes (such as --nodes 2), or"
+                " --config_file"
             )
         arguments.nodes = (plan.world_size,)
     layout = make_layout(arguments, plan, default_device=_local_device())

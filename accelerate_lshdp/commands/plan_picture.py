@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from accelerate_lshdp.commands.byte_sizes import format_speed
 from accelerate_lshdp.commands.plan_prediction import Prediction
 from accelerate_lshdp.profiling.documents import Profile
 
@@ -40,7 +41,7 @@ def draw_picture(profile: Profile, planned: Prediction, equal: Prediction | None
     for axes in (curves, bars):
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    speed = f"{planned.step_seconds:.3g} s, {planned.samples_per_second:.4g} samples/s (predicted)"
+    speed = f"{planned.step_seconds:.3g} s, {format_speed(planned.samples_per_second)} samples/s (predicted)"
     figure.suptitle(
         f"{sum(planned.batch_sizes)} samples a step: {speed}",
         fontsize=13,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from accelerate_lshdp.commands.byte_sizes import format_bytes
+from accelerate_lshdp.commands.byte_sizes import format_bytes, format_speed
 from accelerate_lshdp.commands.plan_prediction import Prediction
 from accelerate_lshdp.profiling.documents import Profile
 
@@ -52,11 +52,14 @@ def print_plan(profile: Profile, planned: Prediction, equal: Prediction | None) 
     else:
         console.print(f"equal batches: {_describe(equal)}", highlight=False)
         console.print(f"The plan's step {_compare(planned, equal)}.", highlight=False)
+    node_sizes = set(profile.cluster.node_sizes)
+    if profile.strategy.is_node_sharded and len(node_sizes) == 1 and max(node_sizes) > 1:
+        console.print("not predicted: the time in which ranks of one node gather parameters", style="dim")
 
 
 def _describe(prediction: Prediction) -> str:
     return (
-        f"{prediction.step_seconds:.3g} s a step (predicted), {prediction.samples_per_second:.4g} samples/s,"
+        f"{prediction.step_seconds:.3g} s a step (predicted), {format_speed(prediction.samples_per_second)} samples/s,"
         f" {prediction.idle_fraction:.1%} idle"
     )
 

@@ -31,7 +31,8 @@ SUBJECT_ADVICE = """\
     def profiling_subject(argv):
         args = parse_args(argv)                       # the arguments that follow the script
         model, train_dataloader, optimizer = ...      # as for training, but not prepared; no accelerator is needed
-        return Subject(model, train_dataloader, optimizer)     # loss=lambda model, batch: model(**batch).loss
+        return Subject(model, train_dataloader, optimizer)    # where the loss is not model(**batch).loss, one more
+                                                              # argument: loss=lambda model, batch: ...
 
 The script is imported, so its training has to stand under `if __name__ == "__main__":`."""
 _EPILOG = f"""\
@@ -80,7 +81,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what command and worker both take."""
     parser.add_argument(
-        "--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+        "--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"the profile (default: {DEFAULT_OUTPUT})"
     )
     parser.add_argument(
         "--seconds",
@@ -114,7 +115,7 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "--total-batch-size",
         type=_count,
         metavar="B",
-        help="the global batch that will be planned: no rank needs more of it than the others leave",
+        help="the global batch that you will plan: no larger micro-batches are measured than a cut of it can have",
     )
 
 
@@ -157,6 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     print_profile(Profile.load(arguments.output))
     print(f"wrote {arguments.output}")
+    print(f"next: accelerate-lshdp plan {arguments.output} --total {arguments.total_batch_size or 'B'}")
     return 0
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from accelerate_lshdp.commands.byte_sizes import format_bytes
+from accelerate_lshdp.commands.byte_sizes import format_bytes, format_speed
 from accelerate_lshdp.profiling.documents import Profile
 
 
@@ -36,7 +36,7 @@ def print_profile(profile: Profile) -> None:
             str(rank.rank),
             rank.device,
             f"{largest} ({_REASONS[rank.limited_by]})",
-            f"{largest / rank.time(largest):.3g}",
+            format_speed(largest / rank.time(largest)),
             f"{max(rank.spread):.1%}",
             "not measured" if rank.memory is None else format_bytes(rank.memory(largest)),
             f"{rank.optimizer_seconds:.3g} s",
@@ -45,8 +45,8 @@ def print_profile(profile: Profile) -> None:
     console = Console(width=_WIDTH)
     console.print(table)
     console.print(
-        "samples/s and memory: at the largest micro-batch; spread: of the size that varied most; sending: what sending"
-        " gradients takes from computing",
+        "samples/s and memory: at the largest micro-batch; spread: of the size that varied most (above 10%: the"
+        " machine was busy, measure again); sending: what sending gradients takes from computing",
         style="dim",
     )
     if profile.network is not None:

@@ -34,7 +34,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "quickstart",
-        help="see what unequal batches gain (one machine, two minutes)",
+        help="see what unequal batches gain (one machine, a minute)",
         description="Measure two CPU processes of different speed (one is slowed by an emulation), plan batch sizes,"
         " and train a small ViT on handwritten digits with DDP and equal batches and with LSHDP and the plan.",
         epilog=f"It writes {', '.join(RESULT_FILES)} into the output folder and needs no download.",
