@@ -11,7 +11,7 @@ from accelerate_lshdp import LSHDPAccelerator
 
 
 def write_results(accelerator: LSHDPAccelerator, output_dir: str, results: dict[str, Any]) -> None:
-    """Write `results` and the measured speed to `<output_dir>/all_results.json` on the main process.
+    """Write `results` and the measured speed to `<output_dir>/all_results.json` on the main process, and print it.
 
     The speed is that of the last optimizer steps (medians): `step_seconds`, `samples_per_second`, `idle_fraction`
     (1 - mean / max of the ranks' compute seconds) and, one entry a rank, `compute_seconds` and `wait_seconds`. All
@@ -30,3 +30,8 @@ def write_results(accelerator: LSHDPAccelerator, output_dir: str, results: dict[
     path = Path(output_dir) / "all_results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**results, **speed}, indent=2) + "\n", encoding="utf-8")
+    if statistics is not None:
+        accelerator.print(
+            f"{path}: {statistics.seconds:.3g} s a step, {statistics.samples_per_second:.4g} samples/s, "
+            f"{statistics.idle_fraction:.1%} idle, batch sizes {results['batch_sizes']}"
+        )
