@@ -23,7 +23,7 @@ from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.network import all_reduce_sizes
 from accelerate_lshdp.profiling.probing import with_margin
-from accelerate_lshdp.profiling.subject import Samples, fresh
+from accelerate_lshdp.profiling.subject import Samples, fresh, output_loss
 
 
 SAMPLE_SECONDS, STEP_SECONDS = 0.1, 0.5
@@ -369,6 +369,12 @@ def test_user_code_may_take_entries_out_of_a_batch() -> None:
     batch = {"x": 1, "labels": 2}
     fresh(batch).pop("labels")
     assert batch == {"x": 1, "labels": 2}
+
+
+@pytest.mark.parametrize("batch", [[torch.ones(2, 3)], {"input": torch.ones(2, 3)}])
+def test_a_model_that_computes_no_loss_needs_one(batch: Any) -> None:
+    with pytest.raises(TypeError, match="found a .*: give Subject a loss=lambda model, batch: ..."):
+        output_loss(nn.Linear(3, 1), batch)
 
 
 def test_the_optimizer_follows_the_model() -> None:

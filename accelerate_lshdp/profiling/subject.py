@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,21 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def output_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of models that compute it themselves, as those of transformers do when they are given labels."""
-    return model(**batch).loss
+    """The loss of models that compute it themselves, as those of transformers do when they are given labels.
+
+    Raises:
+        TypeError: the batch is no mapping, or the model's output has no loss.
+    """
+    advice = "give Subject a loss=lambda model, batch: ..."
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"found a batch that is a {type(batch).__name__}, expected a mapping for model(**batch): {advice}"
+        )
+    output = model(**batch)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise TypeError(f"found a model output of type {type(output).__name__} without a loss: {advice}")
+    return loss
 
 
 @dataclass(frozen=True)
