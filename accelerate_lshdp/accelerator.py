@@ -163,6 +163,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         told = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
         told += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
         told += f"buckets {options.bucket_megabytes}, precision {self.mixed_precision}"
+        if self._sizing is not None:
+            told += f", measured curves {self._sizing.curves}"
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
         if self.policies.notice:
             logger.warning(self.policies.notice)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -16,6 +17,7 @@ from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.device_memory import DeviceMemory
 from accelerate_lshdp.plan import Batch, Plan, PlanError, RankBatch
+from accelerate_lshdp.planning.digest import profiles_sha256
 from accelerate_lshdp.planning.rebalancing import Decision, Rebalancer
 from accelerate_lshdp.profiling.documents import read_profiles
 from accelerate_lshdp.step_exchange import RankReport
@@ -68,6 +70,8 @@ class AutomaticSizes:
             dead_band=plan.automatic.dead_band,
             profiles=profiles,
         )
+        self.curves = None if profiles is None else profiles_sha256(profiles)[:16]
+        """A digest of the measured curves, which all ranks must have alike to decide alike."""
         self._rank = rank
         self._accumulation_steps = plan.batch.ranks[0].accumulation_steps
         self._memory = DeviceMemory(device)
@@ -111,6 +115,11 @@ class AutomaticSizes:
         """This rank has trained its last micro-batch of a global batch."""
         self._trained.append(place)
 
+    @property
+    def trained_sizes(self) -> list[list[int]]:
+        """The sizes of all ranks in the global batches that this rank has trained since the last step."""
+        return [list(place.cut.sizes) for place in self._trained]
+
     def complete(self, report: RankReport) -> RankReport:
         """This rank's report, with what the decision needs beside times."""
         self._began_pass = False
@@ -119,11 +128,16 @@ class AutomaticSizes:
         if self._trained and self._trained[-1].tokens is not None:
             # Counting tokens takes a whole step from the loader at once; the script may do that before the switch.
             ahead += self._trained[-1].accumulation_steps - 1
-        return report._replace(read_ahead=ahead, largest_micro_batch=self._memory.largest_micro_batch(own))
+        return report._replace(
+            read_ahead=ahead,
+            largest_micro_batch=self._memory.largest_micro_batch(own),
+            sizes_checksum=crc32(str(self.trained_sizes).encode()),
+        )
 
-    def told(self, reports: Sequence[RankReport]) -> None:
-        """What all ranks report for the current step."""
+    def told(self, reports: Sequence[RankReport]) -> bool:
+        """What all ranks report for the current step. Returns whether all of them trained with the same sizes."""
         self._reports = reports
+        return len({report.sizes_checksum for report in reports}) == 1
 
     def step_ended(self) -> Decision | None:
         """An optimizer has stepped: takes the step into account, and switches the loaders if that changes the sizes.

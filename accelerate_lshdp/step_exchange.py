@@ -28,6 +28,8 @@ class RankReport(NamedTuple):
     """Global batches that its loaders have cut beyond the current one."""
     largest_micro_batch: int = 0
     """What it believes fits its memory; 0: no limit known."""
+    sizes_checksum: int = 0
+    """Of the sizes of all ranks that it trained this step with; 0: they are fixed."""
 
 
 class Meeting:
@@ -116,4 +118,4 @@ class StepExchange:
         total = self.sum(torch.cat([reports.flatten(), *usages]))
         told, *counts = total.split([reports.numel(), *(len(u) for u in usages)])
         rows = told.view_as(reports).tolist()
-        return [RankReport(*times, int(ahead), int(largest)) for *times, ahead, largest in rows], counts
+        return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts

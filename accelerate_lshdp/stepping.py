@@ -126,8 +126,12 @@ class Stepping(_Base):
                 report = self._sizing.complete(report)
             reports, counts = self._exchange.after_backward(report, usages)
             self._timer.told(reports)
-            if self._sizing is not None:
-                self._sizing.told(reports)
+            if self._sizing is not None and not self._sizing.told(reports):
+                self.check_agreement(
+                    f"trained with batch sizes {self._sizing.trained_sizes}",
+                    "the batch sizes of this step, which they decide on from the same numbers (install the same "
+                    "versions of Python and all packages on all nodes, and let all ranks fetch the same batches)",
+                )
             for prepared, count in zip(synchronised, counts, strict=True):
                 prepared.drop_unused(count)
 

@@ -6,6 +6,7 @@ As in `test_automatic`, the ranks are equally fast, and what they measure is rep
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -222,3 +223,46 @@ def leaves_early(automatic: bool) -> tuple:
 
 def test_epochs_that_are_left_early(workers):
     adapted_and_exact(*both(workers, leaves_early))
+
+
+# What must never go on unnoticed
+
+
+def differs_on_one_rank() -> None:
+    accelerator = accelerator_of()
+    model = layer(0)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 8))
+    model.train()
+    for number, (batch,) in enumerate(loader):
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        if number == 2 and accelerator.process_index == 1:
+            loader.switch_sizes(Plan.from_batch_sizes([7, 9]).batch.ranks, ahead=0)
+
+
+def test_ranks_that_train_with_different_sizes_stop_together(workers):
+    errors = workers(2).run(differs_on_one_rank, nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True)
+    assert errors[0].type == errors[1].type == "RuntimeError"
+    for error in errors:
+        assert "rank 0: trained with batch sizes [[8, 8]]" in error.message, error
+        assert "rank 1: trained with batch sizes [[7, 9]]" in error.message, error
+
+
+def start_with_curves_of_one_node(speed_of_second: tuple[float, float]) -> None:
+    rank = int(os.environ["RANK"])
+    ranks = [
+        {"rank": 0, "batch_sizes": [1, 8], "seconds": [0.1, 0.8], "max_micro_batch_size": 8},
+        {"rank": 1, "batch_sizes": [1, 8], "seconds": [0.1, speed_of_second[rank]], "max_micro_batch_size": 8},
+    ]
+    LSHDPAccelerator(plan=Plan.from_dict({**Plan.auto(8).to_dict(), "profile": {"ranks": ranks}}))
+
+
+def test_nodes_with_different_curves_stop_at_the_start(workers):
+    pool = workers(2)
+    pool.run(start_with_curves_of_one_node, (0.5, 0.5), nodes=(1, 1), timeout=TIMEOUT_SECONDS)
+    errors = pool.run(
+        start_with_curves_of_one_node, (0.5, 0.6), nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True
+    )
+    for error in errors:
+        assert "the ranks do not agree on the plan" in error.message and "measured curves" in error.message, error
