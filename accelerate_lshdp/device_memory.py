@@ -18,7 +18,7 @@ class MemoryReading(NamedTuple):
     total: int
     """What this process may use."""
     peak: int
-    """Most that was in use at a time, since the process began."""
+    """Most that was in use at a time, since the process began or the script reset it."""
     now: int
     """In use between two steps: parameters, gradients, optimizer state."""
 
@@ -46,6 +46,7 @@ class DeviceMemory:
             read = lambda: read_cuda_memory(device)  # noqa: E731
         self._read = read
         self._largest = 0
+        self._peak = 0
 
     def largest_micro_batch(self, micro_batch_size: int) -> int:
         """The largest micro-batch that should fit, by a line from what lies there between steps to the peak.
@@ -60,5 +61,7 @@ class DeviceMemory:
         if self._read is None or self._largest == 0:
             return 0
         memory = self._read()
-        per_sample = max(memory.peak - memory.now, 1) / self._largest
+        # Scripts that log the peak of each step reset it; here it is that of the largest micro-batch.
+        self._peak = max(self._peak, memory.peak)
+        per_sample = max(self._peak - memory.now, 1) / self._largest
         return max(self._largest, int((USABLE * memory.total - memory.now) / per_sample))

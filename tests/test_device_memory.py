@@ -43,3 +43,11 @@ def test_a_smaller_batch_later_does_not_look_hungrier() -> None:
     memory = DeviceMemory(CUDA, lambda: MemoryReading(total=1000, peak=400, now=100))
     first = memory.largest_micro_batch(10)
     assert memory.largest_micro_batch(2) == first == pytest.approx((USABLE * 1000 - 100) / 30, abs=1)
+
+
+def test_a_peak_that_the_script_resets_is_not_forgotten() -> None:
+    """Scripts that log the peak of each step reset it: then it is that of a smaller batch than the largest."""
+    readings = iter([MemoryReading(total=1000, peak=400, now=100), MemoryReading(total=1000, peak=160, now=100)])
+    memory = DeviceMemory(CUDA, lambda: next(readings))
+    first = memory.largest_micro_batch(10)
+    assert memory.largest_micro_batch(2) == first
