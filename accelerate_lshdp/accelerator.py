@@ -154,7 +154,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
                 self.plan = self.plan.with_batch(starting_batch(self.plan, self.num_processes))
             self.plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
             if self.plan.automatic is not None:
-                self._sizing = AutomaticSizes(self.plan, self.process_index, self.device)
+                self._sizing = AutomaticSizes(self.plan, self.device)
         except (ValueError, RuntimeError) as found:
             error = found
         self._raise_everywhere(error)

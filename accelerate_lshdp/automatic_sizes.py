@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from accelerate.logging import get_logger
 
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
@@ -21,6 +22,9 @@ from accelerate_lshdp.planning.digest import profiles_sha256
 from accelerate_lshdp.planning.rebalancing import Decision, Rebalancer
 from accelerate_lshdp.profiling.documents import read_profiles
 from accelerate_lshdp.step_exchange import RankReport
+
+
+logger = get_logger(__name__)
 
 
 def starting_batch(plan: Plan, world_size: int) -> Batch:
@@ -48,14 +52,13 @@ class AutomaticSizes:
 
     Args:
         plan: an automatic plan with the sizes to start with.
-        rank: of this process.
         device: where the forward runs; its memory limits the sizes.
 
     Raises:
         ValueError: the plan's profile cannot be read, or is of other ranks.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device) -> None:
         profiles = None if plan.profile is None else read_profiles(plan.profile)
         if profiles is not None and len(profiles) != plan.world_size:
             raise PlanError(
@@ -72,7 +75,6 @@ class AutomaticSizes:
         )
         self.curves = None if profiles is None else profiles_sha256(profiles)[:16]
         """A digest of the measured curves, which all ranks must have alike to decide alike."""
-        self._rank = rank
         self._accumulation_steps = plan.batch.ranks[0].accumulation_steps
         self._memory = DeviceMemory(device)
         self._passes: list[HeterogeneousDataLoader] = []  # twice, if a loader has two passes in progress
@@ -123,7 +125,7 @@ class AutomaticSizes:
     def complete(self, report: RankReport) -> RankReport:
         """This rank's report, with what the decision needs beside times."""
         self._began_pass = False
-        own = max((place.cut.sizes[self._rank] for place in self._trained), default=0) // self._accumulation_steps
+        own = max((place.samples for place in self._trained), default=0)
         ahead = max((loader.read_ahead for loader in self._passes), default=0)
         if self._trained and self._trained[-1].tokens is not None:
             # Counting tokens takes a whole step from the loader at once; the script may do that before the switch.
@@ -172,8 +174,14 @@ class AutomaticSizes:
             return None
         compute, fixed = self._compute, self._fixed
         self._forget_seconds()
+        unseen = [rank for rank, report in enumerate(reports) if report.compute_seconds <= 0]
+        if unseen:
+            logger.warning_once(
+                f"automatic batch sizes learn nothing from a step of which ranks {unseen} have no time: call the "
+                "prepared model itself, in training mode, not its forward or a part of it"
+            )
         cut = _only_cut(trained)
-        if cut is None or any(report.compute_seconds <= 0 for report in reports):
+        if cut is None or unseen:
             return None
         micro_batches = len(trained) * self._accumulation_steps
         return self.rebalancer.observe(

@@ -266,3 +266,21 @@ def test_nodes_with_different_curves_stop_at_the_start(workers):
     )
     for error in errors:
         assert "the ranks do not agree on the plan" in error.message and "measured curves" in error.message, error
+
+
+def test_forwards_that_are_not_seen_are_named(caplog):
+    accelerator = LSHDPAccelerator(batch_sizes="auto", total_batch_size=TOTAL, cpu=True)
+    model = layer(0)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 8))
+    model.train()
+
+    def train(forward) -> None:
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            accelerator.backward(forward(batch).square().mean())
+            optimizer.step()
+
+    train(model)
+    assert "automatic" not in caplog.text and accelerator.plan.batch_sizes == [TOTAL]
+    train(model.forward)
+    assert caplog.text.count("automatic batch sizes learn nothing") == 1
