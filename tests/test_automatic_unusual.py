@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,9 +87,9 @@ def both(workers: Any, function: Any, *args: Any) -> tuple[list[tuple], list[tup
 def two_loaders(automatic: bool, short_first: bool) -> tuple:
     accelerator = accelerator_of(automatic)
     model = layer(0)
-    options = {"num_workers": 1, "prefetch_factor": 4}
+    options = {"num_workers": 1, "prefetch_factor": 4} if automatic else {}
     model, optimizer, long, short = accelerator.prepare(
-        model, sgd(model), data(16 * 40, seed=1, **options), data(16 * 7, seed=2, **options)
+        model, sgd(model), data(TOTAL * 40, seed=1, **options), data(TOTAL * 7, seed=2, **options)
     )
     model.train()
     if short_first:
@@ -114,7 +114,7 @@ def adversaries(automatic: bool, first: str) -> tuple:
     optimizers = {"critic": sgd(critic), "generator": sgd(generator)}
     order = [first, *(name for name in optimizers if name != first)]
     generator, critic, loader, *prepared = accelerator.prepare(
-        generator, critic, data(16 * 12), *(optimizers[name] for name in order)
+        generator, critic, data(TOTAL * 12), *(optimizers[name] for name in order)
     )
     optimizers = dict(zip(order, prepared, strict=True))
     generator.train(), critic.train()
@@ -142,7 +142,7 @@ def test_two_optimizers_on_one_batch(workers, first):
 def two_phases(automatic: bool) -> tuple:
     accelerator = accelerator_of(automatic)
     one, two = layer(1), layer(2)
-    one, two, warm_up, optimizer, loader = accelerator.prepare(one, two, sgd(one), sgd(two), data(16 * 24))
+    one, two, warm_up, optimizer, loader = accelerator.prepare(one, two, sgd(one), sgd(two), data(TOTAL * 24))
     one.train(), two.train()
     for number, (batch,) in enumerate(loader):
         model, active = (one, warm_up) if number < 2 else (two, optimizer)
@@ -159,7 +159,7 @@ def test_the_first_optimizer_steps_no_more(workers):
 def evaluation_within(automatic: bool) -> tuple:
     accelerator = accelerator_of(automatic)
     model = layer(0)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 24))
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 24))
     model.train()
     used = set()
     for number, (batch,) in enumerate(loader):
@@ -183,8 +183,8 @@ def test_an_evaluation_pass_over_the_training_loader(workers):
 def fetches_before_the_step(automatic: bool, num_workers: int) -> tuple:
     accelerator = accelerator_of(automatic)
     model = layer(0)
-    options = {"num_workers": num_workers, "prefetch_factor": 3 if num_workers else None}
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 6, **options))
+    options = {"num_workers": 1, "prefetch_factor": 3} if num_workers and automatic else {}
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 6, **options))
     model.train()
     batches = cycle(loader)
     (batch,) = next(batches)
@@ -204,8 +204,8 @@ def test_the_next_batch_is_fetched_before_the_step(workers, num_workers):
 def leaves_early(automatic: bool) -> tuple:
     accelerator = accelerator_of(automatic)
     model = layer(0)
-    options = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True}
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 20, **options))
+    options = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True} if automatic else {}
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 20, **options))
     model.train()
     kept = iter(loader)
     next(kept)
@@ -225,13 +225,48 @@ def test_epochs_that_are_left_early(workers):
     adapted_and_exact(*both(workers, leaves_early))
 
 
+def windows_across_epochs(automatic: bool) -> tuple:
+    accumulation = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = accelerator_of(automatic, gradient_accumulation_plugin=accumulation)
+    model = layer(0)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 7))
+    model.train()
+    for (batch,) in islice(cycle(loader), 50):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return result(accelerator, model)
+
+
+def test_steps_that_go_on_in_the_next_epoch(workers):
+    adapted_and_exact(*both(workers, windows_across_epochs))
+
+
+def gradients_summed_by_the_script(automatic: bool) -> tuple:
+    accelerator = accelerator_of(automatic)
+    model = layer(0)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 48))
+    model.train()
+    for number, (batch,) in enumerate(loader):
+        accelerator.backward(model(batch).square().mean() / 2)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return result(accelerator, model)
+
+
+def test_gradients_that_the_script_sums(workers):
+    adapted_and_exact(*both(workers, gradients_summed_by_the_script))
+
+
 # What must never go on unnoticed
 
 
 def differs_on_one_rank() -> None:
     accelerator = accelerator_of()
     model = layer(0)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(16 * 8))
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), data(TOTAL * 8))
     model.train()
     for number, (batch,) in enumerate(loader):
         optimizer.zero_grad()

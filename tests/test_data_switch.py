@@ -52,6 +52,18 @@ def test_a_schedule_is_a_table_whose_rows_are_fixed_once_they_are_cut(start: int
     assert [schedule.at(index) for index in range(start, 20)] == table[start:]
 
 
+@given(first=st.integers(0, 5), ahead=st.integers(0, 6), begins=st.integers(0, 9), start=st.integers(0, 3))
+def test_a_pass_that_follows_another_has_its_sizes(first: int, ahead: int, begins: int, start: int):
+    """Also where they change only after the second pass began."""
+    cuts = [GlobalBatchCut(sizes, (1, 1)) for sizes in ((5, 5), (7, 3), (2, 8))]
+    leader = CutSchedule(cuts[0])
+    leader.switch(first, cuts[1])
+    leader.switch(first + ahead, cuts[2])
+    follower = CutSchedule(cuts[2], start)
+    follower.follow(leader, begins)
+    assert [follower.at(start + i) for i in range(20)] == [leader.at(begins + i) for i in range(20)]
+
+
 # All ranks in step
 
 
