@@ -18,7 +18,7 @@ from accelerate_lshdp.engine.collectives import ExactReduction, PendingReduction
 from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal
 from accelerate_lshdp.profiling.rank_session import RankSession
-from accelerate_lshdp.profiling.rehearsal import MOST_ROUNDS, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import MOST_ROUNDS, load_of, plan_rehearsal
 
 
 TIMEOUT_SECONDS = 60
@@ -41,6 +41,22 @@ def test_all_ranks_rehearse_equally_long_and_in_time(speeds: list[float], larges
         if plan.micro_batch_size < largest + 1 and plan.micro_batch_size > 1:
             # One more sample would take longer than what all ranks are given.
             assert curve(plan.micro_batch_size + 1) > min(min(c.seconds[-1] for c in curves), seconds / 9) * 0.99
+
+
+def test_a_load_is_what_sending_adds() -> None:
+    assert load_of([1.0, 1.1, 1.0, 0.9], [1.3, 1.4, 1.29, 1.2]) == pytest.approx(0.3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("alone", "sending"),
+    [
+        ([0.010, 0.030, 0.011, 0.050], [0.024, 0.012, 0.040, 0.013]),  # a busy machine
+        ([1.0, 1.0, 1.0], [0.9, 0.9, 0.9]),  # nothing gets faster by sending
+        ([1.0, 1.0], [1.0, 1.0]),
+    ],
+)
+def test_differences_that_chance_makes_are_no_load(alone: list[float], sending: list[float]) -> None:
+    assert load_of(alone, sending) == 0.0
 
 
 class BusyReduction(ExactReduction):

@@ -92,7 +92,8 @@ def _draw_bars(axes: Any, planned: Prediction, equal: Prediction | None) -> None
     width = 0.8 / len(shown)
     for place, (name, prediction, colour, hatch) in enumerate(shown):
         left = ranks + (place - (len(shown) - 1) / 2) * width
-        label = f"{name}: step {prediction.step_seconds:.3g} s, {prediction.idle_fraction:.1%} idle"
+        idle = sum(prediction.waits) / len(prediction.waits)
+        label = f"{name}: step {prediction.step_seconds:.3g} s, {idle:.1%} idle"
         bars = axes.bar(
             left, prediction.compute_seconds, width, color=colour, hatch=hatch, edgecolor="white", label=label
         )

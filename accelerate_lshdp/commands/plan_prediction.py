@@ -17,12 +17,14 @@ class Prediction:
     Args:
         micro_batches: (micro-batch size, accumulation steps) of each rank.
         compute_seconds: forward and backward of each rank's share, with what sending gradients takes from them.
+        busy_seconds: the same with the optimizer step: what a rank does, be it for others to wait.
         step_seconds: of the whole step, with optimizer and communication.
         memory_bytes: peak of each rank, None where it was not measured.
     """
 
     micro_batches: list[tuple[int, int]]
     compute_seconds: list[float]
+    busy_seconds: list[float]
     step_seconds: float
     memory_bytes: list[int | None]
 
@@ -36,8 +38,13 @@ class Prediction:
 
     @property
     def idle_fraction(self) -> float:
-        """1 - mean / maximum of the ranks' compute seconds."""
+        """1 - mean / maximum of the ranks' compute seconds, as in a run's `step_statistics`."""
         return 1 - sum(self.compute_seconds) / len(self.compute_seconds) / max(self.compute_seconds)
+
+    @property
+    def waits(self) -> list[float]:
+        """The part of the slowest rank's busy seconds in which each rank has nothing to do."""
+        return [1 - seconds / max(self.busy_seconds) for seconds in self.busy_seconds]
 
 
 def predict(
@@ -60,9 +67,12 @@ def predict(
     times = step_times(profiles, bucket_seconds)
     finish = [time.finish(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
     compute = [time.compute(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
+    compute = [seconds + load for seconds, load in zip(compute, communication_loads, strict=True)]
+    optimizer = [profile.fixed_seconds - load for profile, load in zip(profiles, communication_loads, strict=True)]
     return Prediction(
         micro_batches=list(micro_batches),
-        compute_seconds=[seconds + load for seconds, load in zip(compute, communication_loads, strict=True)],
+        compute_seconds=compute,
+        busy_seconds=[sum(seconds) for seconds in zip(compute, optimizer, strict=True)],
         step_seconds=max(finish) + communication_seconds,
         memory_bytes=[
             None if profile.memory is None else round(profile.memory(size))

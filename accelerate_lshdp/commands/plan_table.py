@@ -31,17 +31,15 @@ def print_plan(profile: Profile, planned: Prediction, equal: Prediction | None) 
     for name in ("batch", "micro-batches", "compute", "idle", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     nodes = [str(node) for node, size in enumerate(profile.cluster.node_sizes) for _ in range(size)]
-    slowest = max(planned.compute_seconds)
     for rank, (size, steps) in zip(profile.ranks, planned.micro_batches, strict=True):
-        seconds = planned.compute_seconds[rank.rank]
         table.add_row(
             str(rank.rank),
             nodes[rank.rank],
             rank.device,
             str(size * steps),
             f"{steps} x {size}",
-            f"{seconds:.3g} s",
-            f"{1 - seconds / slowest:.1%}",
+            f"{planned.compute_seconds[rank.rank]:.3g} s",
+            f"{planned.waits[rank.rank]:.1%}",
             _memory(planned.memory_bytes[rank.rank], rank.memory_limit_bytes),
         )
     console = Console(width=_WIDTH)
@@ -60,8 +58,12 @@ def print_plan(profile: Profile, planned: Prediction, equal: Prediction | None) 
 def _describe(prediction: Prediction) -> str:
     return (
         f"{prediction.step_seconds:.3g} s a step (predicted), {format_speed(prediction.samples_per_second)} samples/s,"
-        f" {prediction.idle_fraction:.1%} idle"
+        f" {_mean(prediction.waits):.1%} idle"
     )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _compare(planned: Prediction, equal: Prediction) -> str:

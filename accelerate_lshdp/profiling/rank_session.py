@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
 from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
-from accelerate_lshdp.profiling.rehearsal import Rehearsal
+from accelerate_lshdp.profiling.rehearsal import Rehearsal, load_of
 from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
 from accelerate_lshdp.profiling.subject import Samples
 
@@ -210,7 +209,7 @@ class RankSession:
             self._noting.sender = None
         self._rank.drop_gradients()
         # In the first round connections are made.
-        return max(0.0, median(sending[1:]) - median(alone[1:]))
+        return load_of(alone[1:], sending[1:])
 
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
         """Seconds of a micro-batch that is already on the device."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,10 @@ from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.planning.curves import TimeCurve
 
 
-MOST_ROUNDS = 6
+MOST_ROUNDS = 20
+# Differences count if their median is so many times as large as their median absolute deviation: of two runs of the
+# same work on a busy machine one is longer, too.
+_SIGNIFICANCE = 2.0
 _LEAST_ROUNDS = 2
 # Parts of a round, in times of a micro-batch: one without sending, one with, and what they wait for the network.
 _PARTS = 3
@@ -49,6 +53,18 @@ def plan_rehearsal(curves: Sequence[TimeCurve], rank: int, seconds: float) -> Re
     curve = curves[rank]
     fitting = [size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= length]
     return Rehearsal(max(fitting, default=1), rounds)
+
+
+def load_of(alone: Sequence[float], sending: Sequence[float]) -> float:
+    """By how many seconds sending makes a micro-batch longer; 0 if that is not more than what runs differ by anyway.
+
+    Args:
+        alone, sending: seconds of micro-batches, in pairs that followed each other.
+    """
+    differences = [longer - shorter for shorter, longer in zip(alone, sending, strict=True)]
+    middle = median(differences)
+    deviation = median(abs(difference - middle) for difference in differences)
+    return middle if middle > _SIGNIFICANCE * deviation else 0.0
 
 
 class SharedPart(GradientReduction):
