@@ -197,7 +197,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         decision = self._sizing.step_ended()
         if decision is not None:
             self.plan = self.plan.with_batch(self._sizing.batch)
-            logger.info(f"batch sizes after step {self.completed_steps}: {decision}")
+            logger.info(f"step {self.completed_steps}, {decision}")
 
     @property
     def batch_place(self) -> MicroBatchPlace | None:

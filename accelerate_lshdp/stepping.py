@@ -149,6 +149,12 @@ class Stepping(_Base):
         sizes = self.plan.batch_sizes
         unequal = sizes is not None and (self._sizing is not None or len(set(self.plan.micro_batches)) > 1)
         if place is None and unequal:
+            if self._tracker.in_evaluation_pass and self._prepared and self._optimizers:
+                raise RuntimeError(
+                    "none of the prepared optimizers updates a prepared model, so the pass over the loader counts as "
+                    "an evaluation pass, whose batches have no weight. Make the optimizer from the parameters of the "
+                    "model that prepare() gets"
+                )
             if self.lsdp_plugin.loss_weighting is not LossWeighting.NONE:
                 raise RuntimeError(
                     f"the plan's batch sizes {sizes} are unequal or may become so, but the loss is of no batch of a "

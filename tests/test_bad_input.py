@@ -20,6 +20,7 @@ from accelerate import DataLoaderConfiguration, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from training_cases import CASES, collate, make_optimizer
 from workers import WorkerError
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
@@ -389,3 +390,19 @@ def dispatch() -> None:
 def test_dispatched_batches_with_sizes(workers):
     errors = workers(2).run(dispatch, timeout=TIMEOUT_SECONDS, expect_failure=True)
     same_error(errors, "found dispatch_batches=True", "expected one or the other", "Set dispatch_batches=False")
+
+
+def train_with_a_foreign_optimizer() -> None:
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([3, 1], strategy="ddp"))
+    other = make_optimizer(case.model(), 1e-3, 0.0)
+    loader = DataLoader(case.dataset(8, torch.float32), batch_size=2, collate_fn=collate)
+    model, other, loader = accelerator.prepare(case.model(), other, loader)
+    model.train()
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch))
+
+
+def test_optimizer_of_another_model(workers):
+    errors = workers(2).run(train_with_a_foreign_optimizer, timeout=TIMEOUT_SECONDS, expect_failure=True)
+    same_error(errors, "none of the prepared optimizers updates a prepared model", "Make the optimizer from")

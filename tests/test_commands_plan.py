@@ -119,7 +119,7 @@ def test_the_plan_is_written_with_all_that_explains_it(folder: Path, capsys: pyt
     assert "3 1 processor 3 4 1 x 4 0.18 s 0.0% 4 GB (90% free)" in rows
     for line in (
         "plan:          0.21 s a step (predicted), 171.4 samples/s, 0.0% idle",
-        # 9 samples on each: 0.38 s on the slowest, 0.2225 s on average
+        # 9 samples on each: 0.38 s on the slowest, 0.2225 s on average, and 0.03 s of optimizer
         "equal batches: 0.41 s a step (predicted), 87.8 samples/s, 38.4% idle",
         "The plan's step takes 49% less time.",
         "wrote lshdp_plan.json, lshdp_plan.png, node0.yaml, node1.yaml",

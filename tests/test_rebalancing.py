@@ -232,7 +232,7 @@ def test_decisions_say_what_was_seen_and_why() -> None:
     assert first.measured_seconds == pytest.approx([1.25, 1.25, 2.25, 2.25], rel=0.01)
     truth = [cluster.seconds(rank, size) + 0.25 for rank, size in enumerate(first.new)]
     assert first.predicted_seconds == pytest.approx(truth, rel=0.05)
-    assert str(first).startswith("step 5, start: batch sizes [8, 8, 8, 8] -> [1")
+    assert str(first).startswith("start: batch sizes [8, 8, 8, 8] -> [1")
     cluster.slowdowns[1] = 1.9
     regrets_after(30, [cluster], [controller])
     assert "rank 1 became 1.9x slower" in [decision.reason for decision in controller.decisions]

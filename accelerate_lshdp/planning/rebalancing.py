@@ -69,7 +69,7 @@ class Decision:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}, {self.reason}: batch sizes {list(self.old)} -> {list(self.new)}, slowest rank"
+            f"{self.reason}: batch sizes {list(self.old)} -> {list(self.new)}, slowest rank"
             f" {max(self.measured_seconds):.4g} s measured -> {max(self.predicted_seconds):.4g} s predicted"
         )
 
