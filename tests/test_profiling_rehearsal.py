@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What sending gradients costs the sender."""
+"""What real steps show beside what ranks measure by themselves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.engine.collectives import ExactReduction, PendingReduction
 from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal
+from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.rank_session import RankSession
-from accelerate_lshdp.profiling.rehearsal import MOST_ROUNDS, load_of, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, learn_from_steps, plan_rehearsal
 
 
 TIMEOUT_SECONDS = 60
@@ -33,30 +34,48 @@ BUSY_SECONDS = 0.05
 def test_all_ranks_rehearse_equally_long_and_in_time(speeds: list[float], largest: int, seconds: float) -> None:
     curves = [TimeCurve((1, largest + 1), (1 / speed, (largest + 1) / speed)) for speed in speeds]
     plans = [plan_rehearsal(curves, rank, seconds) for rank in range(len(curves))]
-    assert len({plan.rounds for plan in plans}) == 1 and 2 <= plans[0].rounds <= MOST_ROUNDS
+    assert len({plan.steps for plan in plans}) == 1 and LEAST_STEPS <= plans[0].steps <= MOST_STEPS
     times = [curve(plan.micro_batch_size) for curve, plan in zip(curves, plans, strict=True)]
     for curve, plan, taken in zip(curves, plans, times, strict=True):
         if plan.micro_batch_size > 1:
-            assert 3 * taken * (plan.rounds + 1) <= seconds * 1.01
+            assert 2 * taken * (plan.steps + 1) <= seconds * 1.01
         if plan.micro_batch_size < largest + 1 and plan.micro_batch_size > 1:
             # One more sample would take longer than what all ranks are given.
-            assert curve(plan.micro_batch_size + 1) > min(min(c.seconds[-1] for c in curves), seconds / 9) * 0.99
+            assert curve(plan.micro_batch_size + 1) > min(min(c.seconds[-1] for c in curves), seconds / 14) * 0.99
 
 
-def test_a_load_is_what_sending_adds() -> None:
-    assert load_of([1.0, 1.1, 1.0, 0.9], [1.3, 1.4, 1.29, 1.2]) == pytest.approx(0.3, abs=0.01)
+def a_rank(*, load: float = 0.0) -> MeasuredRank:
+    curve, ready = TimeCurve((1, 4), (1.0, 4.0)), TimeCurve((1, 4), (0.5, 2.0))
+    return MeasuredRank(
+        rank=0,
+        time=curve,
+        spread=(0.0, 0.0),
+        max_micro_batch_size=4,
+        limited_by="time",
+        device="a processor",
+        optimizer_seconds=0.1,
+        memory=None,
+        memory_limit_bytes=None,
+        bucket_ready=(ready,),
+        communication_load_seconds=load,
+    )
 
 
-@pytest.mark.parametrize(
-    ("alone", "sending"),
-    [
-        ([0.010, 0.030, 0.011, 0.050], [0.024, 0.012, 0.040, 0.013]),  # a busy machine
-        ([1.0, 1.0, 1.0], [0.9, 0.9, 0.9]),  # nothing gets faster by sending
-        ([1.0, 1.0], [1.0, 1.0]),
-    ],
-)
-def test_differences_that_chance_makes_are_no_load(alone: list[float], sending: list[float]) -> None:
-    assert load_of(alone, sending) == 0.0
+def test_longer_steps_are_a_load_on_each() -> None:
+    learned = learn_from_steps(a_rank(), 2, [2.25, 2.26, 2.25, 2.9])
+    assert learned.communication_load_seconds == pytest.approx(0.255)
+    assert learned == a_rank(load=learned.communication_load_seconds)
+
+
+def test_shorter_steps_scale_the_curve() -> None:
+    learned = learn_from_steps(a_rank(), 2, [1.8, 1.8, 1.81, 1.79])
+    assert learned.time.seconds == pytest.approx((0.9, 3.6)) and learned.communication_load_seconds == 0
+    assert learned.bucket_ready[0].seconds == pytest.approx((0.45, 1.8))
+
+
+@pytest.mark.parametrize("seconds", [[1.2, 2.9, 1.4, 3.0], [2.0, 2.0, 2.0], [2.4, 1.9, 2.1, 1.8]])
+def test_differences_that_chance_makes_change_nothing(seconds: list[float]) -> None:
+    assert learn_from_steps(a_rank(), 2, seconds) == a_rank()
 
 
 class BusyReduction(ExactReduction):
@@ -99,7 +118,7 @@ def fail_while_sending(after: int) -> None:
     accelerator = LSHDPAccelerator()
     sending = False
     calls = 0
-    rehearse = RankSession.communication_load
+    rehearse = RankSession.rehearse
 
     def watched(self, *arguments):
         nonlocal sending
@@ -113,7 +132,7 @@ def fail_while_sending(after: int) -> None:
             raise ValueError("the user's loss failed")
         return image_loss(model, batch)
 
-    RankSession.communication_load = watched
+    RankSession.rehearse = watched
     model = tiny_vit()
     loader = DataLoader(image_dataset(64), batch_size=4, collate_fn=collate)
     subject = Subject(model, loader, make_optimizer(model, 1e-3, 0.0), loss)

@@ -203,7 +203,7 @@ def test_a_profile_of_two_nodes(workers, strategy: str) -> None:
         "building the model",
         "measuring micro-batches",
         "measuring buckets and the optimizer",
-        "measuring the load of communication",
+        "rehearsing steps of all ranks",
         "measuring the network",
     ]
     profile = Profile.from_dict(document)

@@ -16,7 +16,7 @@ from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
 from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
-from accelerate_lshdp.profiling.rehearsal import Rehearsal, load_of
+from accelerate_lshdp.profiling.rehearsal import Rehearsal
 from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
 from accelerate_lshdp.profiling.subject import Samples
 
@@ -186,30 +186,27 @@ class RankSession:
             return repeats[0].median, [], []
         return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
 
-    def communication_load(self, rehearsal: Rehearsal, sender: GradientReduction) -> float:
-        """Seconds that sending its gradients takes from a rank's forward and backward (collective).
+    def rehearse(self, rehearsal: Rehearsal, sender: GradientReduction) -> list[float]:
+        """Seconds of the forward and backward of real steps, without what this rank waits for others (collective).
 
         Args:
-            rehearsal: the micro-batch size and the number of rounds, which is the same on all ranks.
+            rehearsal: the micro-batch size and the number of steps, which is the same on all ranks.
             sender: sends gradients as a real run does.
         """
         batch = self._rank.to_device(self._samples.batch(rehearsal.micro_batch_size))
-        alone: list[float] = []
-        sending: list[float] = []
+        seconds: list[float] = []
+        self._noting.sender = sender
         try:
-            for _ in range(1 + rehearsal.rounds):
-                for reduction, seconds in ((None, alone), (sender, sending)):
-                    self._go_on()
-                    self._rank.drop_gradients()
-                    self._noting.sender = reduction
-                    self._rank.clock.take()
-                    seconds.append(self._train(batch, synchronise=True) - self._rank.clock.take())
-                    self._surroundings.on_measurement()
+            for _ in range(1 + rehearsal.steps):
+                self._go_on()
+                self._rank.drop_gradients()
+                self._rank.clock.take()
+                seconds.append(self._train(batch, synchronise=True) - self._rank.clock.take())
+                self._surroundings.on_measurement()
         finally:
             self._noting.sender = None
         self._rank.drop_gradients()
-        # In the first round connections are made.
-        return load_of(alone[1:], sending[1:])
+        return seconds[1:]  # in the first step connections are made
 
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
         """Seconds of a micro-batch that is already on the device."""

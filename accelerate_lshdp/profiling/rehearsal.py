@@ -1,16 +1,17 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What sending gradients costs the rank that sends them.
+"""What a rank's forward and backward take in real steps, beside what it measured by itself.
 
 Gradients travel while the backward goes on, and copying and summing them takes time of the processor that computes:
-little where a GPU computes, much on a CPU with few cores. So all ranks train a few micro-batches together, sending and
-not sending in turns. The difference, without what they wait for each other, is the load of communication.
+little where a GPU computes, much on a CPU with few cores. So all ranks train a few steps together, sending gradients
+as their strategy does. What these take, without waiting for each other, is compared with the curve.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -19,28 +20,30 @@ import torch.distributed as dist
 from accelerate_lshdp.engine.collectives import REDUCTIONS, GradientReduction, PendingReduction
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.planning.curves import TimeCurve
+from accelerate_lshdp.profiling.measured import MeasuredRank
 
 
-MOST_ROUNDS = 20
-# Differences count if their median is so many times as large as their median absolute deviation: of two runs of the
-# same work on a busy machine one is longer, too.
-_SIGNIFICANCE = 2.0
-_LEAST_ROUNDS = 2
-# Parts of a round, in times of a micro-batch: one without sending, one with, and what they wait for the network.
-_PARTS = 3
+MOST_STEPS = 30
+# A difference counts if it is more than two standard errors of the median: on a busy machine steps differ anyway. For
+# normal noise the standard error is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
+_SIGNIFICANCE = 2 * 1.25 * 1.48
+_NEGLIGIBLE = 0.01
+LEAST_STEPS = 6
+# A step in times of its micro-batch: with what sending adds, and what ranks wait for each other and the network.
+_STEP = 2
 _POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank does in a rehearsal: so many rounds with micro-batches of this size."""
+    """What a rank does in a rehearsal: so many steps with micro-batches of this size."""
 
     micro_batch_size: int
-    rounds: int
+    steps: int
 
 
 def plan_rehearsal(curves: Sequence[TimeCurve], rank: int, seconds: float) -> Rehearsal:
-    """Micro-batches that take all ranks equally long, as many as there is time for; the same rounds on all ranks.
+    """Steps that take all ranks equally long, as many as there is time for: the same number on all ranks.
 
     Args:
         curves: of all ranks.
@@ -48,23 +51,40 @@ def plan_rehearsal(curves: Sequence[TimeCurve], rank: int, seconds: float) -> Re
         seconds: how long the rehearsal may take, the same on all ranks.
     """
     longest = min(curve.seconds[-1] for curve in curves)
-    length = min(longest, seconds / (_PARTS * (_LEAST_ROUNDS + 1)))
-    rounds = min(MOST_ROUNDS, max(_LEAST_ROUNDS, int(seconds / (_PARTS * length)) - 1))
+    length = min(longest, seconds / (_STEP * (LEAST_STEPS + 1)))
+    steps = min(MOST_STEPS, max(LEAST_STEPS, int(seconds / (_STEP * length)) - 1))
     curve = curves[rank]
     fitting = [size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= length]
-    return Rehearsal(max(fitting, default=1), rounds)
+    return Rehearsal(max(fitting, default=1), steps)
 
 
-def load_of(alone: Sequence[float], sending: Sequence[float]) -> float:
-    """By how many seconds sending makes a micro-batch longer; 0 if that is not more than what runs differ by anyway.
+def learn_from_steps(measured: MeasuredRank, micro_batch_size: int, seconds: Sequence[float]) -> MeasuredRank:
+    """The rank as the steps of a rehearsal show it.
+
+    If they take longer than the curve says, by more than chance, sending takes the difference from every step. If they
+    are shorter, the curve is scaled: ranks that share a machine were in each other's way while all of them measured
+    without a pause, and in steps they pause to wait for each other.
 
     Args:
-        alone, sending: seconds of micro-batches, in pairs that followed each other.
+        measured: the rank as it measured itself.
+        micro_batch_size: of the steps.
+        seconds: of each step's forward and backward, without waiting.
     """
-    differences = [longer - shorter for shorter, longer in zip(alone, sending, strict=True)]
-    middle = median(differences)
-    deviation = median(abs(difference - middle) for difference in differences)
-    return middle if middle > _SIGNIFICANCE * deviation else 0.0
+    middle = median(seconds)
+    deviation = median(abs(step - middle) for step in seconds)
+    expected = measured.time(micro_batch_size)
+    chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * expected)
+    if abs(middle - expected) <= chance:
+        return measured
+    if middle > expected:
+        return replace(measured, communication_load_seconds=middle - expected)
+    scale = middle / expected
+    ready = tuple(_scaled(curve, scale) for curve in measured.bucket_ready)
+    return replace(measured, time=_scaled(measured.time, scale), bucket_ready=ready)
+
+
+def _scaled(curve: TimeCurve, scale: float) -> TimeCurve:
+    return TimeCurve(curve.batch_sizes, [scale * seconds for seconds in curve.seconds])
 
 
 class SharedPart(GradientReduction):

@@ -27,7 +27,7 @@ from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
 from accelerate_lshdp.profiling.readiness import NotingReduction
-from accelerate_lshdp.profiling.rehearsal import make_sender, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import learn_from_steps, make_sender, plan_rehearsal
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from accelerate_lshdp.accelerator import LSHDPAccelerator
 
 #: By which part of the time each phase has to end; the network is measured in the rest.
-_CURVES_END, _STEPS_END, _LOAD_END = 0.60, 0.72, 0.90
+_CURVES_END, _STEPS_END, _LOAD_END = 0.55, 0.65, 0.92
 _LEAST_LOAD, _LEAST_NETWORK = 0.1, 0.05
 
 _Result = TypeVar("_Result")
@@ -149,7 +149,7 @@ class _Run:
         self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
         everyone = self._gather(measured.time)
         measured = self._in_phase(
-            "measuring the load of communication", _LOAD_END, lambda: self._measure_load(session, measured, everyone)
+            "rehearsing steps of all ranks", _LOAD_END, lambda: self._rehearse(session, measured, everyone)
         )
         network = self._in_phase("measuring the network", 1.0, lambda: self._measure_network(bucket_bytes))
         everyone = self._gather((measured, self._spent()))
@@ -273,14 +273,13 @@ class _Run:
         )
         return rank, bucket_bytes
 
-    def _measure_load(self, session: RankSession, measured: MeasuredRank, curves: list[TimeCurve]) -> MeasuredRank:
+    def _rehearse(self, session: RankSession, measured: MeasuredRank, curves: list[TimeCurve]) -> MeasuredRank:
         if self._sender is None:
             return measured
         left = min(self._gather(self._remaining()))  # the same on all ranks
         seconds = max(left, _LEAST_LOAD * self._options.seconds)
         rehearsal = plan_rehearsal(curves, measured.rank, seconds)
-        load = session.communication_load(rehearsal, self._sender)
-        return replace(measured, communication_load_seconds=load)
+        return learn_from_steps(measured, rehearsal.micro_batch_size, session.rehearse(rehearsal, self._sender))
 
     def _make_sender(self) -> GradientReduction | None:
         if self._world_size == 1:
