@@ -22,18 +22,23 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class WaitClock:
-    """Adds up the seconds that this rank spends blocked in communication."""
+    """Adds up the seconds that this rank spends blocked in communication.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
+        self._clock = clock
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        started = time.perf_counter()
+        started = self._clock()
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - started
+            self.seconds += self._clock() - started
 
     def take(self) -> float:
         """The seconds since the last call."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ class LoneRank:
         units: as for ``LSDPPlugin``; None: those of the accelerator.
         bucket_megabytes: size of the gradient buckets of ``ddp``.
         reduction: gets the gradient buckets of synchronised backwards, None: there are none.
+        clock: of what it waits for others.
 
     Making one is collective over all ranks (it makes process groups); nothing else is.
     """
@@ -56,10 +58,11 @@ class LoneRank:
         units: Sequence[str] | None,
         bucket_megabytes: float,
         reduction: GradientReduction | None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.accelerator = accelerator
         self.device = accelerator.device
-        self.clock = WaitClock()
+        self.clock = WaitClock(clock)
         options = accelerator.lsdp_plugin
         measured_as = _MEASURED_AS.get(strategy, strategy)
         reshard = options.reshard_after_forward

@@ -223,6 +223,7 @@ class _Run:
             units=self._options.units,
             bucket_megabytes=self._options.bucket_megabytes,
             reduction=noting,
+            clock=self._clock,
         )
 
     def _build(self, lone: LoneRank, noting: NotingReduction | None) -> RankSession:
