@@ -181,8 +181,9 @@ class Recorded:
     def __init__(self) -> None:
         self.order: list[int] = []
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
-        self.order.append(int(buffer))
+    def start(self, buffer: torch.Tensor, index: int, shapes: list[torch.Size]) -> PendingReduction:
+        assert int(buffer) == index and shapes == [torch.Size([index])]
+        self.order.append(index)
         return self
 
     def wait(self) -> None:
@@ -194,19 +195,19 @@ def test_reductions_start_in_one_order(arrival):
     recorded = Recorded()
     reductions = OrderedReductions(recorded, WaitClock(), 4)
     for index in arrival:
-        reductions.ready(index, torch.tensor(index))
+        reductions.ready(index, torch.tensor(index), [torch.Size([index])])
     reductions.finish()
     assert recorded.order == [0, 1, 2, 3]
 
 
 def test_a_buffer_that_never_came_or_came_twice_is_an_error():
     reductions = OrderedReductions(Recorded(), WaitClock(), 2)
-    reductions.ready(1, torch.tensor(1))
+    reductions.ready(1, torch.tensor(1), [])
     assert reductions.missing() == [0]
     with pytest.raises(RuntimeError, match="never delivered"):
         reductions.finish()
     with pytest.raises(RuntimeError, match="twice in one backward"):
-        reductions.ready(1, torch.tensor(1))
+        reductions.ready(1, torch.tensor(1), [])
 
 
 # Clipping and scaling of gradients in different places
@@ -344,9 +345,9 @@ def order_of_events(strategy: str) -> list[str]:
         block.register_full_backward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
     start = ExactReduction.start
 
-    def recorded(self, buffer: torch.Tensor) -> PendingReduction:
+    def recorded(self, buffer: torch.Tensor, *place: object) -> PendingReduction:
         events.append("reduction")
-        return start(self, buffer)
+        return start(self, buffer, *place)
 
     model.train()
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -81,11 +82,11 @@ def test_differences_that_chance_makes_change_nothing(seconds: list[float]) -> N
 class BusyReduction(ExactReduction):
     """Takes the computing thread's time for each buffer, as copying does on a CPU."""
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         end = time.perf_counter() + BUSY_SECONDS
         while time.perf_counter() < end:
             pass
-        return super().start(buffer)
+        return super().start(buffer, index, shapes)
 
 
 def measured_load(strategy: str) -> tuple[float, int, float]:

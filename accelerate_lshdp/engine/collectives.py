@@ -63,14 +63,24 @@ class GradientReduction(ABC):
 
     Contract: all ranks of the group start the same buffers in the same order; ``start`` returns at once; the buffer
     must not be touched until ``wait`` has returned; then it holds bit-identical values on all ranks of the group.
+
+    Args:
+        group: the ranks that sum.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     @abstractmethod
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
-        """Starts summing ``buffer`` (1-D, floating point) in place."""
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        """Starts summing ``buffer`` in place.
+
+        Args:
+            buffer: 1-D, floating point.
+            index: which buffer it is, the same one in every step: what a lossy format keeps from step to step, it
+                keeps by this index.
+            shapes: of the tensors that lie in the buffer one after the other.
+        """
 
 
 class _PendingWork(PendingReduction):
@@ -90,14 +100,14 @@ class _PendingWork(PendingReduction):
 class ExactReduction(GradientReduction):
     """All-reduce in the buffer's own precision."""
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         return _PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
 
 
 class Bf16Reduction(GradientReduction):
     """All-reduce in bfloat16: half the bytes of fp32, sums rounded to 8 bits of mantissa."""
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         compressed = buffer.to(torch.bfloat16)
         work = dist.all_reduce(compressed, group=self.group, async_op=True)
         return _PendingWork(work, after=lambda: buffer.copy_(compressed))
@@ -123,23 +133,23 @@ class OrderedReductions:
         self.reduction = reduction
         self.clock = clock
         self.count = count
-        self._ready: dict[int, torch.Tensor] = {}
+        self._ready: dict[int, tuple[torch.Tensor, Sequence[torch.Size]]] = {}
         self._pending: list[PendingReduction] = []
         self._reduced: set[int] = set()
         self._next = 0
 
-    def ready(self, index: int, buffer: torch.Tensor) -> None:
+    def ready(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
         """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows."""
         self._check_first_time(index)
-        self._ready[index] = buffer
+        self._ready[index] = buffer, shapes
         self._start_in_order()
 
-    def now(self, index: int, buffer: torch.Tensor) -> None:
+    def now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
         """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits)."""
         self._check_first_time(index)
         self._reduced.add(index)
         with self.clock.waiting():
-            self.reduction.start(buffer).wait()
+            self.reduction.start(buffer, index, shapes).wait()
         self._start_in_order()
 
     def _check_first_time(self, index: int) -> None:
@@ -153,7 +163,8 @@ class OrderedReductions:
     def _start_in_order(self) -> None:
         while self._next in self._ready or self._next in self._reduced:
             if self._next in self._ready:
-                self._pending.append(self.reduction.start(self._ready.pop(self._next)))
+                buffer, shapes = self._ready.pop(self._next)
+                self._pending.append(self.reduction.start(buffer, self._next, shapes))
             self._next += 1
 
     def missing(self) -> list[int]:

@@ -20,6 +20,7 @@ class _Bucket:
 
     def __init__(self, members: Sequence[tuple[int, nn.Parameter]]) -> None:
         self.indices = [index for index, _ in members]
+        self.shapes = [parameter.shape for _, parameter in members]
         first = members[0][1]
         self.buffer = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
         pieces = self.buffer.split([p.numel() for _, p in members])
@@ -96,7 +97,7 @@ class ReplicatedModel(PreparedModel):
         parameter.grad = view
         bucket.filled.add(index)
         if len(bucket.filled) == len(bucket.indices):
-            self._reductions.ready(number, bucket.buffer)
+            self._reductions.ready(number, bucket.buffer, bucket.shapes)
 
     def begin_backward(self, synchronise: bool) -> None:
         self.in_backward, self.took_part = True, False

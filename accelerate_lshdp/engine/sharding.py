@@ -47,6 +47,11 @@ class _Unit:
         pairs = zip(self.parameters, self.fsdp_params, strict=True)
         return [(p, fsdp_param.padded_sharded_param_size.numel()) for p, fsdp_param in pairs if p.requires_grad]
 
+    def shapes(self) -> list[torch.Size]:
+        """Of the padded shards in the gradient buffer."""
+        pairs = zip(self.parameters, self.fsdp_params, strict=True)
+        return [fsdp_param.padded_sharded_param_size for p, fsdp_param in pairs if p.requires_grad]
+
 
 class ShardedModel(PreparedModel):
     """A model whose parameters are sharded by FSDP2.
@@ -239,14 +244,14 @@ class ShardedModel(PreparedModel):
                 return
             self._add_local(unit, buffer)
             if buffer.device.type == "cpu" and buffer.dtype == gradient_dtype:
-                self._reductions.ready(number, buffer)
+                self._reductions.ready(number, buffer, unit.shapes())
             else:
                 # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
                 # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
                 for skipped in sorted(self._skipped & set(range(number)) - self._stood_in.keys()):
                     self._stood_in[skipped] = self._stand_in(self._units[skipped])
-                    self._reductions.now(skipped, self._stood_in[skipped])
-                self._reductions.now(number, buffer)
+                    self._reductions.now(skipped, self._stood_in[skipped], self._units[skipped].shapes())
+                self._reductions.now(number, buffer, unit.shapes())
 
         return reduce_between_nodes
 
@@ -268,7 +273,7 @@ class ShardedModel(PreparedModel):
                 self._set_aside_local()
             skipped = {number: self._stand_in(self._units[number]) for number in self._reductions.missing()}
             for number, buffer in skipped.items():
-                self._reductions.ready(number, buffer)
+                self._reductions.ready(number, buffer, self._units[number].shapes())
             self._reductions.finish()
             for number, buffer in (skipped | self._stood_in).items():
                 self._take_gradients(self._units[number], buffer)

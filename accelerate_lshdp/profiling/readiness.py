@@ -58,10 +58,10 @@ class NotingReduction(GradientReduction):
         self._noted.clear()
         self.bucket_bytes.clear()
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         self._noted.append(self._now(buffer.device))
         self.bucket_bytes.append(buffer.numel() * (self._wire_dtype or buffer.dtype).itemsize)
-        return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer)
+        return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer, index, shapes)
 
     def seconds(self) -> list[float]:
         """Seconds from `begin` to the start of each bucket; the device must have been waited for."""

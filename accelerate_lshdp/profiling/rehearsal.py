@@ -104,8 +104,10 @@ class SharedPart(GradientReduction):
         self._ranks = ranks
         self._raise_if_another_failed = raise_if_another_failed
 
-    def start(self, buffer: torch.Tensor) -> PendingReduction:
-        pending = self._reduction.start(buffer[: -(-buffer.numel() // self._ranks)])
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        shards = [torch.Size((-(-shape[0] // self._ranks), *shape[1:])) if shape else shape for shape in shapes]
+        part = buffer[: sum(map(torch.Size.numel, shards))]
+        pending = self._reduction.start(part, index, shards)
         return _Watched(pending, self._raise_if_another_failed)
 
 
