@@ -7,8 +7,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from cluster_ranks import ClusterRanks
 from cpu_quota import CpuQuota
+
+from accelerate_lshdp.benchmarking.rank_processes import RankProcesses
 
 
 CALL_SECONDS = 60.0
@@ -25,7 +26,7 @@ class EmulatedSpeeds:
         period_seconds: of the quotas. Short ones are smoother.
     """
 
-    def __init__(self, ranks: ClusterRanks, refusal: str | None, period_seconds: float) -> None:
+    def __init__(self, ranks: RankProcesses, refusal: str | None, period_seconds: float) -> None:
         self._ranks = ranks
         self._quotas: list[CpuQuota] = []
         self._all_cores = float(os.cpu_count() or 1)

@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cluster_ranks import ClusterRanks, RankError
 from cpu_quota import CpuQuota
 from emulated_speeds import EmulatedSpeeds
 from limits import Limit, limits_table
 from uneven_cluster_report import print_report
 
+from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling import Profile
 
@@ -60,7 +60,7 @@ SLOWEST_STEP_SECONDS = 30.0
 class Benchmark:
     """The phases, on ranks that are running and built."""
 
-    def __init__(self, ranks: ClusterRanks, speeds: EmulatedSpeeds, arguments: argparse.Namespace) -> None:
+    def __init__(self, ranks: RankProcesses, speeds: EmulatedSpeeds, arguments: argparse.Namespace) -> None:
         self.ranks = ranks
         self.speeds = speeds
         self.arguments = arguments
@@ -212,7 +212,8 @@ def main(argv: list[str] | None = None) -> int:
     model = SMALL_MODEL if arguments.small else MODEL
     started = time.monotonic()
     failure: str | None = None
-    with ClusterRanks(Path(__file__).with_name("uneven_cluster_rank.py"), len(arguments.shares)) as ranks:
+    script = Path(__file__).with_name("uneven_cluster_rank.py")
+    with RankProcesses.on_loopback(script, len(arguments.shares)) as ranks:
         options = {"strategy": arguments.strategy, "bucket_megabytes": arguments.bucket_megabytes}
         described = ranks.call("build", timeout=START_SECONDS, model=model, emulated=refusal is not None, **options)[0]
         with EmulatedSpeeds(ranks, refusal, arguments.period) as speeds:

@@ -18,15 +18,15 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import uneven_cluster  # noqa: E402
-from cluster_ranks import ClusterRanks, RankError  # noqa: E402
 from cpu_quota import CpuQuota  # noqa: E402
 from limits import Limit  # noqa: E402
 
+from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses  # noqa: E402
 
-SERVED = f"""
-import os, sys, time
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from cluster_ranks import serve
+
+SERVED = """
+import os, time
+from accelerate_lshdp.benchmarking.rank_processes import serve
 
 class Target:
     def add(self, value):
@@ -55,7 +55,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_ranks_answer_in_order_and_are_ended(script: Path) -> None:
-    with ClusterRanks(script, 3) as ranks:
+    with RankProcesses.on_loopback(script, 3) as ranks:
         assert ranks.call("add", timeout=30, value=5) == [5, 6, 7]
         pids = ranks.pids
         assert all(psutil.pid_exists(pid) for pid in pids)
@@ -71,15 +71,26 @@ def test_ranks_answer_in_order_and_are_ended(script: Path) -> None:
     ],
 )
 def test_what_went_wrong_is_said(script: Path, method: str, arguments: dict, message: str) -> None:
-    with ClusterRanks(script, 2) as ranks:
+    with RankProcesses.on_loopback(script, 2) as ranks:
         ranks.call("add", timeout=30, value=0)
         with pytest.raises(RankError, match=f"(?s){message}"):
             ranks.call(method, timeout=0.5 if method == "sleep" else 30, **arguments)
 
 
+def test_ranks_that_all_answered_can_go_on_after_an_error(script: Path) -> None:
+    with RankProcesses.on_loopback(script, 2) as ranks:
+        with pytest.raises(RankError, match="rank 0 raised") as caught:
+            ranks.call("fail", timeout=30, rank=0)
+        assert caught.value.ranks_usable
+        assert ranks.call("add", timeout=30, value=1) == [1, 2]
+        with pytest.raises(RankError, match="ended during leave") as caught:
+            ranks.call("leave", timeout=30)
+        assert not caught.value.ranks_usable
+
+
 def test_ranks_end_with_a_driver_that_is_killed(script: Path) -> None:
-    code = f"import sys, time; sys.path.insert(0, {str(BENCHMARKS)!r}); from pathlib import Path\n"
-    code += f"from cluster_ranks import ClusterRanks; ranks = ClusterRanks(Path({str(script)!r}), 2)\n"
+    code = "from pathlib import Path; from accelerate_lshdp.benchmarking.rank_processes import RankProcesses\n"
+    code += f"ranks = RankProcesses.on_loopback(Path({str(script)!r}), 2)\n"
     code += "ranks.call('add', timeout=30, value=0); print(*ranks.pids, flush=True); ranks.call('sleep', timeout=60)"
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
