@@ -58,18 +58,25 @@ def main(argv: list[str] | None = None) -> None:
     logging.getLogger("accelerate_lshdp.data_loader").setLevel(logging.ERROR)
     train_images, held_out = load_digit_images()
     world = 2
-    equal_plan = Plan.from_batch_sizes([arguments.total_batch_size // world] * world, strategy="ddp")
-    accelerator = LSHDPAccelerator(plan=equal_plan)
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="ddp"))
     slowdown = arguments.slowdown if accelerator.process_index == SLOWED_RANK else 1.0
 
     with _progress(accelerator.is_main_process) as advance_to:
         profile = _measure(accelerator, train_images, arguments, slowdown, advance_to)
-        plan = _make_plan(profile, plan_fixed_total(profile.rank_profiles(), arguments.total_batch_size))
+        ranks = profile.rank_profiles()
+        each = min(arguments.total_batch_size, sum(rank.largest_micro_batch for rank in ranks)) // world
+        if each * world < arguments.total_batch_size:
+            accelerator.print(
+                f"This machine is too busy or too slow to measure batches for {arguments.total_batch_size} samples a"
+                f" step in {MEASURING_SECONDS:g} seconds; both trainings take {each * world}."
+            )
+        plan = _make_plan(profile, plan_fixed_total(ranks, each * world))
         verify_plan(plan)
 
+        equal = LSHDPAccelerator(plan=Plan.from_batch_sizes([each] * world, strategy="ddp"))
         planned = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(**PLACEMENT))
         runs = {
-            "ddp_equal": _Run.begin(accelerator, train_images, held_out, arguments.seed, slowdown),
+            "ddp_equal": _Run.begin(equal, train_images, held_out, arguments.seed, slowdown),
             "lshdp": _Run.begin(planned, train_images, held_out, arguments.seed, slowdown),
         }
         while any(len(run.losses) < arguments.steps for run in runs.values()):
