@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from accelerate_lshdp.engine.collectives import REDUCTIONS, GradientReduction, WaitClock
+from accelerate_lshdp.engine.collectives import (
+    REDUCTIONS,
+    GradientReduction,
+    TimedAllGather,
+    TimedReduceScatter,
+    WaitClock,
+)
 from accelerate_lshdp.engine.groups import ProcessGroups
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.sharding import ShardedModel
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.engine.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
 from accelerate_lshdp.engine.units import choose_units
 
 
@@ -81,6 +89,7 @@ class Placement:
             return ReplicatedModel(model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes)
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        all_gather, reduce_scatter = self._unit_collectives()
         return ShardedModel(
             model,
             choose_units(model, self.units),
@@ -89,9 +98,22 @@ class Placement:
             reduction=self._reduction(self.policies.replica_groups),
             device=self.device,
             clock=self.clock,
-            wire_dtype=_WIRE_DTYPES[self.communication_dtype] if self.policies.strategy.is_world_sharded else None,
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
             prefetch=self.prefetch,
         )
+
+    def _unit_collectives(self) -> tuple[AllGather, ReduceScatter]:
+        """How a unit's parameters are gathered from its shard group, and its gradients scattered over it."""
+        if not self.policies.strategy.is_world_sharded:
+            return TimedAllGather(self.clock), TimedReduceScatter(self.clock)
+        dtype = _WIRE_DTYPES[self.communication_dtype]
+        nodes, rank = self.topology.node_groups, self.topology.rank
+        if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:
+            return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype)
+        places = tuple(zip(*nodes, strict=True))
+        stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
+        return TwoStageAllGather(stages, self.clock), TwoStageReduceScatter(stages, self.clock, dtype=dtype)
 
     def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
         if len(partition[0]) == 1:

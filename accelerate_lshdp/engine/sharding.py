@@ -18,16 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine.collectives import (
-    GradientReduction,
-    OrderedReductions,
-    TimedAllGather,
-    TimedReduceScatter,
-    WaitClock,
-)
+from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -64,7 +59,8 @@ class ShardedModel(PreparedModel):
         reduction: sums a shard's gradient over the nodes; None if no other rank holds this shard.
         device: where the forward runs.
         clock: counts the time spent in communication.
-        wire_dtype: precision of gradients in the reduce-scatter; None: their own.
+        all_gather: gathers a unit's parameters from the shard group.
+        reduce_scatter: sums a unit's gradients and scatters them over the shard group.
         prefetch: number of units gathered ahead on devices with streams.
     """
 
@@ -78,7 +74,8 @@ class ShardedModel(PreparedModel):
         reduction: GradientReduction | None,
         device: torch.device,
         clock: WaitClock,
-        wire_dtype: torch.dtype | None = None,
+        all_gather: AllGather,
+        reduce_scatter: ReduceScatter,
         prefetch: int = 1,
     ) -> None:
         super().__init__(module, clock)
@@ -90,7 +87,7 @@ class ShardedModel(PreparedModel):
         self._parameters = [p for unit in self._units for p in unit.parameters]
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
-        self._configure(device, wire_dtype)
+        self._configure(device, all_gather, reduce_scatter)
         self._synchronise = False
         self._overlaps = True
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
@@ -151,13 +148,13 @@ class ShardedModel(PreparedModel):
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
-    def _configure(self, device: torch.device, wire_dtype: torch.dtype | None) -> None:
+    def _configure(self, device: torch.device, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
         for module in self._fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self.mesh.size() > 1:
-                module.set_custom_all_gather(TimedAllGather(self.clock))
-                module.set_custom_reduce_scatter(TimedReduceScatter(self.clock, dtype=wire_dtype))
+                module.set_custom_all_gather(all_gather)
+                module.set_custom_reduce_scatter(reduce_scatter)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
         self.module.set_reduce_scatter_unused_params(True)
         # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
