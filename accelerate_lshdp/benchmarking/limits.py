@@ -1,0 +1,106 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What a benchmark has to reach, beside what it reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A figure of one case over the same of another, on one network.
+
+    Args:
+        numerator: labels of cases; the one with the smallest figure counts.
+        denominator: labels, likewise.
+        network: its name.
+        figure: a key of the case in ``results.json``; of several numbers (one a node) the largest counts.
+    """
+
+    numerator: tuple[str, ...]
+    denominator: tuple[str, ...]
+    network: str
+    figure: str
+
+    def value(self, cases: Sequence[Mapping[str, Any]]) -> float:
+        """The largest such ratio over all clusters and models; NaN if there is none."""
+        pairs = {(case["cluster"], case["model"]) for case in cases}
+        return _largest(
+            self._of([case for case in cases if (case["cluster"], case["model"]) == pair]) for pair in pairs
+        )
+
+    def _of(self, cases: Sequence[Mapping[str, Any]]) -> float:
+        figures = []
+        for labels in (self.numerator, self.denominator):
+            chosen = [case for case in cases if case["network"] == self.network and case["label"] in labels]
+            figures.append(min((_number(case[self.figure]) for case in chosen), default=math.nan))
+        return figures[0] / figures[1]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far figures are from what was expected of them, over all cases that have both.
+
+    Args:
+        figure, expected: keys of the case in ``results.json``.
+        middle: whether the median counts, else the largest.
+    """
+
+    figure: str
+    expected: str
+    middle: bool
+
+    def value(self, cases: Sequence[Mapping[str, Any]]) -> float:
+        """|figure / expected - 1|, lists (one number a node) number by number; NaN if there is none."""
+        deviations = []
+        for case in cases:
+            if case[self.figure] is None or case[self.expected] is None:
+                continue
+            for figure, expected in zip(_list(case[self.figure]), _list(case[self.expected]), strict=True):
+                if expected > 0:
+                    deviations.append(abs(figure / expected - 1))
+        combine: Callable[[Iterable[float]], float] = median if self.middle else _largest
+        return combine(deviations) if deviations else math.nan
+
+
+@dataclass(frozen=True)
+class WallSeconds:
+    """How long the whole benchmark took."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One figure that must not exceed a limit."""
+
+    name: str
+    of: Ratio | Deviation | WallSeconds
+    at_most: float
+
+    def judge(self, cases: Sequence[Mapping[str, Any]], wall_seconds: float) -> dict[str, Any]:
+        """The entry in ``results.json``; what could not be measured has the value null and does not hold."""
+        value = wall_seconds if isinstance(self.of, WallSeconds) else self.of.value(cases)
+        measured = math.isfinite(value)
+        return {
+            "name": self.name,
+            "value": value if measured else None,
+            "limit": self.at_most,
+            "holds": measured and value <= self.at_most,
+        }
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else max(map(float, _list(value)))
+
+
+def _list(value: Any) -> Sequence[float]:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _largest(values: Iterable[float]) -> float:
+    """NaN if any is: what is missing must not be overlooked."""
+    values = list(values)
+    return math.nan if not values or any(map(math.isnan, values)) else max(values)

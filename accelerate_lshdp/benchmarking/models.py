@@ -1,0 +1,39 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Models that a benchmark trains: transformers' own architectures with random weights, so nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def build_model(description: Mapping[str, Any], seed: int) -> nn.Module:
+    """A model in training mode, the same on every rank.
+
+    Args:
+        description: ``kind`` (``vit`` or ``gpt2``) and arguments of its transformers configuration.
+        seed: of its weights.
+    """
+    torch.manual_seed(seed)
+    arguments = {key: value for key, value in description.items() if key != "kind"}
+    if description["kind"] == "vit":
+        from transformers import ViTConfig, ViTForImageClassification
+
+        return ViTForImageClassification(ViTConfig(**arguments)).train()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(**arguments)).train()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Its transformer blocks, which everybody shards one by one."""
+    return list(model.vit.layers if hasattr(model, "vit") else model.transformer.h)
+
+
+def count_parameters(description: Mapping[str, Any]) -> int:
+    """Without memory for them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(description, seed=0).parameters())

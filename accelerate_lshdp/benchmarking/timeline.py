@@ -1,0 +1,45 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What a rank did when in a step: events with begin and end on a clock that all processes of a machine share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Timeline:
+    """The events of one step.
+
+    Args:
+        clock: seconds; `time.monotonic` counts from the same moment in all processes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._clock = clock
+
+    def begin_step(self) -> None:
+        """Forgets the step before."""
+        self.events = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What happens in the block is one event. Events may lie in each other: a wait in a backward."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self.events.append({"name": name, "begin": begin, "end": self._clock()})
+
+    def note_waits(self, clock: Any) -> None:
+        """From now on, whatever this `WaitClock` counts as waiting is an event too."""
+        waiting = clock.waiting
+
+        @contextmanager
+        def noted() -> Iterator[None]:
+            with self.span("wait"), waiting():
+                yield
+
+        clock.waiting = noted
