@@ -7,9 +7,8 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from cpu_quota import CpuQuota
-
 from accelerate_lshdp.benchmarking.rank_processes import RankProcesses
+from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 
 
 CALL_SECONDS = 60.0
@@ -28,7 +27,7 @@ class EmulatedSpeeds:
 
     def __init__(self, ranks: RankProcesses, refusal: str | None, period_seconds: float) -> None:
         self._ranks = ranks
-        self._quotas: list[CpuQuota] = []
+        self._quotas: list[ControlGroup] = []
         self._all_cores = float(os.cpu_count() or 1)
         self._period_seconds = period_seconds
         self.by_quota = refusal is None
@@ -40,7 +39,9 @@ class EmulatedSpeeds:
         with contextlib.ExitStack() as made:
             if self.by_quota:
                 for rank, pid in enumerate(self._ranks.pids):
-                    quota = made.enter_context(CpuQuota(f"rank{rank}", self._all_cores, self._period_seconds))
+                    quota = made.enter_context(
+                        ControlGroup(f"rank{rank}", self._all_cores, period_seconds=self._period_seconds)
+                    )
                     quota.add(pid)
                     self._quotas.append(quota)
             self._made = made.pop_all()
@@ -54,7 +55,7 @@ class EmulatedSpeeds:
         if not self.by_quota:
             self._ranks.call("set_emulated_share", timeout=CALL_SECONDS, shares=list(shares))
         for quota, share in zip(self._quotas, shares, strict=self.by_quota):
-            quota.set_share(share)
+            quota.set_cores(share)
 
     def lift(self) -> None:
         """From now on they have what the machine gives them: for building and for steps that are not measured."""

@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpu_quota import CpuQuota
 from emulated_speeds import EmulatedSpeeds
 from limits import Limit, limits_table
 from uneven_cluster_report import print_report
 
 from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
+from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling import Profile
 
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the phases; returns 1 if a limit is broken, 2 if a phase failed. What was measured is always written."""
     arguments = parse(argv)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    refusal = "not wanted" if arguments.no_quotas else CpuQuota.available()
+    refusal = "not wanted" if arguments.no_quotas else ControlGroup.missing()
     model = SMALL_MODEL if arguments.small else MODEL
     started = time.monotonic()
     failure: str | None = None

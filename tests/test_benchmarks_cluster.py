@@ -18,10 +18,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import uneven_cluster  # noqa: E402
-from cpu_quota import CpuQuota  # noqa: E402
 from limits import Limit  # noqa: E402
 
 from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses  # noqa: E402
+from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup  # noqa: E402
 
 
 SERVED = """
@@ -137,7 +137,7 @@ SMOKE = "--small --shares 0.8,0.4 --totals 8,64 --total 8 --profile-seconds 5 --
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("by_quota", [True, False])
 def test_all_phases_run_on_a_tiny_model(by_quota: bool, tmp_path: Path) -> None:
-    refusal = CpuQuota.available() if by_quota else None
+    refusal = ControlGroup.missing() if by_quota else None
     if refusal is not None:
         pytest.skip(f"no CPU quotas here: {refusal}")
     command = [sys.executable, str(BENCHMARKS / "uneven_cluster.py"), *SMOKE.split(), "--output-dir", str(tmp_path)]
