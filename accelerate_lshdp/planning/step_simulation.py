@@ -5,10 +5,12 @@ A step is a list of segments of computing, the same for all ranks, and a list of
 transfer begins when all ranks have finished a segment; a segment may need a transfer. Everything flows: between two
 events all speeds are constant.
 
-On machines without accelerators a transfer costs time of the processors that compute, for system calls, copies and
-sums. While it runs, it takes what it needs, at most half of a processor that computes (threads share it fairly), and
-the whole of one that waits; computing goes on with the rest. So a transfer is as fast as the slowest of: the wire, and
-every node's processors.
+On machines without accelerators a transfer takes time of the processors that compute, for system calls, copies and
+sums. It takes what it needs, at most half of what a node that computes has (threads share it fairly), and computing
+goes on with the rest. So a transfer is as fast as the slowest of: the wire, and every node's processors.
+
+Under a CPU quota (a container's, an emulated node's) a node that waits for less than the quota's period loses nothing:
+it computes faster afterwards, until what it saved is used up.
 """
 
 from __future__ import annotations
@@ -20,8 +22,28 @@ from dataclasses import dataclass
 import numpy as np
 
 
-#: Of a processor, for a transfer beside computing: two threads that always have work get half of it each.
+#: Of a node's processors, for a transfer beside computing: two threads that always have work get half of it each.
 _FAIR_SHARE = 0.5
+_NOTHING = 1e-9  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What a node can do beyond what its ranks' curves say.
+
+    Args:
+        peak: how many times faster a rank is while nothing holds it back: 1 / 0.3 with a quota of 30 % of a core.
+        credit_seconds: of waiting that can be made up for later: the quota's period. 0: none.
+    """
+
+    peak: float = 1.0
+    credit_seconds: float = 0.0
+
+    @classmethod
+    def under_quota(cls, cores: float, ranks: int, period_seconds: float) -> Processors:
+        """A node whose `ranks`, of one thread each, share a quota of so many cores."""
+        peak = max(1.0, ranks / cores)
+        return cls(peak, period_seconds if peak > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,56 +87,98 @@ class PlayedStep:
     busy_seconds: tuple[float, ...]
 
 
-def play_step(segments: Sequence[Segment], transfers: Sequence[Transfer], node_of_rank: Sequence[int]) -> PlayedStep:
-    """Plays a step through.
+def play_step(
+    segments: Sequence[Segment],
+    transfers: Sequence[Transfer],
+    node_of_rank: Sequence[int],
+    processors: Sequence[Processors] | None = None,
+) -> PlayedStep:
+    """Plays a step through; where nodes save quota, after another one like it.
 
     Args:
         segments: what every rank computes, in order.
         transfers: what travels, in order, one after the other.
-        node_of_rank: the node of each rank; ranks of one node share its processors.
+        node_of_rank: the node of each rank, from 0; ranks of one node share its processors.
+        processors: of each node. None: nothing can be made up for.
 
     Raises:
         ValueError: a segment and a transfer wait for each other.
     """
-    nodes = np.asarray(node_of_rank)
-    remaining = np.array([segment.seconds for segment in segments], dtype=float).reshape(len(segments), len(nodes))
-    needs = np.array([-1 if segment.needs is None else segment.needs for segment in segments] + [-1])
-    loads = [np.asarray(transfer.load_seconds, dtype=float) for transfer in transfers]
-    place = np.zeros(len(nodes), dtype=int)  # the segment that each rank is in
-    turn, left = 0, 1.0  # the transfer whose turn it is, and what is left of it
-    now, busy = 0.0, np.zeros(len(nodes))
-    ranks = np.arange(len(nodes))
-    while turn < len(transfers) or place.min() < len(segments):
-        computes = (place < len(segments)) & (needs[place] < turn)
-        speeds = np.ones(len(nodes))
-        moves = turn < len(transfers) and place.min() > transfers[turn].after
-        rate = 0.0
-        if moves:
-            rate = _transfer_rate(transfers[turn].wire_seconds, loads[turn], nodes[computes])
+    player = _Player(segments, transfers, node_of_rank, processors)
+    played = player.play()
+    return player.play() if player.most_credit.any() else played
+
+
+class _Player:
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        transfers: Sequence[Transfer],
+        node_of_rank: Sequence[int],
+        processors: Sequence[Processors] | None,
+    ) -> None:
+        self.node = np.asarray(node_of_rank, dtype=int)
+        self.ranks_of_node = np.bincount(self.node)
+        count = len(self.ranks_of_node)
+        self.work = np.array([segment.seconds for segment in segments], dtype=float).reshape(-1, len(self.node))
+        self.needs = np.array([*(-1 if segment.needs is None else segment.needs for segment in segments), -1])
+        self.transfers = transfers
+        self.loads = [np.asarray(transfer.load_seconds, dtype=float) for transfer in transfers]
+        processors = processors or [Processors()] * count
+        self.peak = np.array([node.peak for node in processors])
+        self.most_credit = np.array([node.credit_seconds for node in processors])
+        self.credit = np.zeros(count)  # seconds of a node's processors that it has saved
+
+    def play(self) -> PlayedStep:
+        left_of_segment = self.work.copy()
+        ranks, last = np.arange(len(self.node)), len(self.work)
+        place = np.zeros(len(ranks), dtype=int)  # the segment that each rank is in
+        turn, left_of_transfer = 0, 1.0  # the transfer whose turn it is
+        now, busy = 0.0, np.zeros(len(ranks))
+        while turn < len(self.transfers) or place.min() < last:
+            computes = (place < last) & (self.needs[place] < turn)
+            moves = turn < len(self.transfers) and place.min() > self.transfers[turn].after
+            if not moves and not computes.any():
+                raise ValueError("found segments and transfers that wait for each other: no order can end them")
+            rate = self._transfer_rate(turn, computes) if moves else 0.0
             if math.isinf(rate):
-                turn, left = turn + 1, 1.0
+                turn, left_of_transfer = turn + 1, 1.0
                 continue
-            speeds -= rate * loads[turn][nodes]
-        if not moves and not computes.any():
-            raise ValueError("found segments and transfers that wait for each other, expected an order that can end")
-        active = ranks[computes]
-        times = remaining[place[active], active] / speeds[active]
-        elapsed = min([*times, *([left / rate] if moves else [])])
-        now += elapsed
-        busy[active] += elapsed
-        remaining[place[active], active] -= elapsed * speeds[active]
-        # What is next ends exactly, whatever rounding left of it: otherwise time might stand still.
-        place[active[times <= elapsed]] += 1
-        if moves:
-            left -= rate * elapsed
-            if left * (1 / rate) <= 1e-12 * now:
-                turn, left = turn + 1, 1.0
-    return PlayedStep(now, tuple(busy.tolist()))
+            used = rate * self.loads[turn] if moves else np.zeros(len(self.peak))
+            speeds, saving = self._speeds(computes, used)
+            active = ranks[computes]
+            times = left_of_segment[place[active], active] / speeds[active]
+            spending = saving < -_NOTHING
+            until_spent = self.credit[spending & (self.credit > 0)] / -saving[spending & (self.credit > 0)]
+            until_moved = [left_of_transfer / rate] if moves else []
+            elapsed = min([*times, *until_spent, *until_moved])
+            now += elapsed
+            busy[active] += elapsed
+            self.credit = np.clip(self.credit + saving * elapsed, 0.0, self.most_credit)
+            self.credit[self.credit < _NOTHING] = 0.0
+            left_of_segment[place[active], active] -= elapsed * speeds[active]
+            # What is next ends exactly, whatever rounding left of it: otherwise time might stand still.
+            place[active[times <= elapsed]] += 1
+            if moves:
+                left_of_transfer = 0.0 if until_moved[0] <= elapsed else left_of_transfer - rate * elapsed
+                if left_of_transfer <= 0:
+                    turn, left_of_transfer = turn + 1, 1.0
+        return PlayedStep(now, tuple(busy.tolist()))
 
+    def _computing(self, computes: np.ndarray) -> np.ndarray:
+        """How many ranks of each node compute."""
+        return np.bincount(self.node[computes], minlength=len(self.peak))
 
-def _transfer_rate(wire_seconds: float, load_seconds: np.ndarray, computing_nodes: np.ndarray) -> float:
-    """The part of a transfer that is done in a second."""
-    free = np.ones(len(load_seconds))
-    free[computing_nodes] = _FAIR_SHARE
-    seconds = max(wire_seconds, float((load_seconds / free).max(initial=0.0)))
-    return 1 / seconds if seconds > 0 else math.inf
+    def _transfer_rate(self, turn: int, computes: np.ndarray) -> float:
+        """The part of a transfer that is done in a second."""
+        free = np.where(self._computing(computes) > 0, _FAIR_SHARE, 1.0)
+        free = np.where(self.credit > 0, free * self.peak, free)
+        seconds = max(self.transfers[turn].wire_seconds, float((self.loads[turn] / free).max(initial=0.0)))
+        return 1 / seconds if seconds > 0 else math.inf
+
+    def _speeds(self, computes: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each rank, how fast it computes; of each node, how fast it saves processor time."""
+        part = self._computing(computes) / self.ranks_of_node
+        left = np.where(self.credit > 0, self.peak, 1.0) - used
+        speed = np.minimum(self.peak, left / np.maximum(part, _NOTHING))
+        return speed[self.node], 1.0 - used - part * speed
