@@ -1,0 +1,159 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What a benchmark measured: the contents of ``results.json`` as values. Seconds, bytes, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+FULL_PRECISION = "fp32"
+
+
+class ResultsError(ValueError):
+    """Results that cannot be read or are malformed; it says where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a rank did between two moments of a step.
+
+    Args:
+        name: ``data``, ``forward``, ``backward``, ``wait`` or ``optimizer``.
+        begin: seconds, on a clock that all ranks share.
+        end: the same.
+    """
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossPoint:
+    """One loss of a curve.
+
+    Args:
+        seconds: wall time since the case's first step.
+        step: optimizer steps done.
+        loss: None where it was not a finite number.
+    """
+
+    seconds: float
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One strategy with one communication format on one cluster, model and network.
+
+    Figures are None where they were not measured; all are where `error` says why the case has none.
+
+    Args:
+        label: the strategy and its format as people read it, ``lshdp int8``.
+        is_peer: whether it uses nothing of accelerate_lshdp: what the others are compared with.
+        nodes: the ranks of each node.
+        batch_sizes: one a rank; None if the case failed before they were known.
+        step_seconds: the median step.
+        spread: median absolute deviation of the steps / their median.
+        round_seconds: the median of every interleaved round.
+        compute_seconds: forward and backward of a step, one a rank; wait_seconds and optimizer_seconds likewise.
+        bytes_between_nodes: what each node sent to others in a step, measured; formula_bytes: what it should have.
+        bytes_inside_nodes: what the ranks of each node sent to one another in a step.
+        peak_pss_bytes: the proportional set size of all processes of each node, at its peak.
+        peak_rank_bytes: the peak of every rank.
+        predicted_seconds: the step that the cost model predicted.
+        timeline: the events of one step, one tuple a rank.
+    """
+
+    cluster: str
+    model: str
+    parameters: int
+    network: str
+    bits_per_second: float
+    strategy: str
+    communication_dtype: str
+    label: str
+    is_peer: bool
+    nodes: tuple[int, ...]
+    total_batch_size: int
+    batch_sizes: tuple[int, ...] | None
+    step_seconds: float | None
+    spread: float | None
+    round_seconds: tuple[float, ...] | None
+    samples_per_second: float | None
+    compute_seconds: tuple[float, ...] | None
+    wait_seconds: tuple[float, ...] | None
+    optimizer_seconds: tuple[float, ...] | None
+    idle_fraction: float | None
+    bytes_between_nodes: tuple[float, ...] | None
+    formula_bytes: tuple[float, ...] | None
+    bytes_inside_nodes: tuple[float, ...] | None
+    peak_pss_bytes: tuple[int, ...] | None
+    peak_rank_bytes: tuple[int, ...] | None
+    predicted_seconds: float | None
+    losses: tuple[LossPoint, ...]
+    timeline: tuple[tuple[Event, ...], ...] | None
+    error: str | None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether gradients lose precision on the wire."""
+        return self.communication_dtype != FULL_PRECISION
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted / measured step - 1; None unless there are both."""
+        if self.predicted_seconds is None or self.step_seconds is None:
+            return None
+        return self.predicted_seconds / self.step_seconds - 1
+
+    def time_saved(self, other: Case) -> float | None:
+        """The share of the other's step that this one saves, negative if it takes longer; None unless both ran."""
+        if self.step_seconds is None or other.step_seconds is None:
+            return None
+        return 1 - self.step_seconds / other.step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Something that had to hold, and whether it did; `value` is None where it could not be measured."""
+
+    name: str
+    value: float | None
+    limit: float
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One invocation of the benchmark.
+
+    Args:
+        created: when, an ISO time.
+        command: what reproduces it.
+        versions: of Python and libraries, by name.
+        config: the configuration as it was read.
+        wall_seconds: how long the whole benchmark took.
+    """
+
+    created: str
+    command: str
+    machine: Machine
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+    wall_seconds: float
+    cases: tuple[Case, ...]
+    limits: tuple[Limit, ...]

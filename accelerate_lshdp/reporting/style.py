@@ -1,0 +1,94 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What all pictures of a report have in common: colours, the figure, and its panels, one a network."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+# The Okabe-Ito palette, which colour-blind readers can tell apart, less its yellow, which is weak on white.
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
+    *("#000000", "#E69F00", "#56B4E9", "#009E73"),
+    *("#0072B2", "#D55E00", "#CC79A7"),
+)
+GREY = "#999999"
+OWN, LOSSY, PEER = BLUE, ORANGE, GREY
+MARKERS = "os^Dv<>"
+_DPI = 130
+_PANELS_IN_A_ROW = 3
+_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 0.08, 0.12  # inches
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A finished figure of matplotlib, and a caption: what is seen and how it was measured."""
+
+    figure: Any
+    caption: str
+
+    def save(self, path: Path) -> None:
+        """Writes a PNG."""
+        self.figure.savefig(path, dpi=_DPI)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why there is no picture."""
+
+    reason: str
+
+
+def new_panels(
+    names: Sequence[str],
+    title: str,
+    *,
+    panel_width: float,
+    panel_height: float,
+    label_width: float = 0.0,
+    share_x: bool = True,
+) -> tuple[Any, list[Any]]:
+    """A figure with one panel a name, at most three side by side; all have the same vertical axis.
+
+    Args:
+        names: the panels' headings.
+        title: the figure's.
+        panel_width: inches.
+        panel_height: inches.
+        label_width: inches left of the first panel of a row.
+        share_x: whether the horizontal axis is the same, too.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(names), _PANELS_IN_A_ROW)
+    rows = -(-len(names) // columns)
+    size = (label_width + columns * panel_width, 1.3 + rows * panel_height)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)  # no display is needed, and pyplot's global state stays untouched
+    grid = figure.subplots(rows, columns, sharex=share_x, sharey=True, squeeze=False).flatten()
+    title = textwrap.fill(title, int(size[0] / _TITLE_LETTER_WIDTH))
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    for axes, name in zip(grid, names, strict=False):
+        axes.set_title(name, fontsize=10)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    for axes in grid[len(names) :]:
+        axes.remove()
+    for place, axes in enumerate(grid[: len(names)]):
+        if place + columns >= len(names):  # nothing stands below it
+            axes.tick_params(labelbottom=True)
+    return figure, list(grid[: len(names)])
+
+
+def add_legend(figure: Any, handles: Sequence[Any]) -> None:
+    """A legend below all panels, with as many columns as the figure is wide enough for."""
+    if not handles:
+        return
+    entry = _LETTER_WIDTH * (9 + max(len(handle.get_label()) for handle in handles))  # 9: the sample and the gap
+    columns = min(len(handles), max(1, int(figure.get_figwidth() / entry)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
