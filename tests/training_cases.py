@@ -27,15 +27,15 @@ ADAM_EPS = 1e-6
 Batch = Mapping[str, Tensor]
 
 
-def tiny_vit(layers: int = 2, seed: int = 0) -> nn.Module:
-    """ViTForImageClassification, hidden 32, for 8x8 images of one channel; the same weights in every process."""
+def tiny_vit(layers: int = 2, seed: int = 0, hidden: int = 32) -> nn.Module:
+    """ViTForImageClassification for 8x8 images of one channel; the same weights in every process."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=32,
+        hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        intermediate_size=64,
+        intermediate_size=2 * hidden,
         image_size=8,
         patch_size=4,
         num_channels=1,
