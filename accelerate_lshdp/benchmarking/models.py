@@ -33,7 +33,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(model.vit.layers if hasattr(model, "vit") else model.transformer.h)
 
 
-def count_parameters(description: Mapping[str, Any]) -> int:
-    """Without memory for them."""
+def measure(description: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """The number of parameters, and the bytes of each block's, in fp32; without memory for them."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(description, seed=0).parameters())
+        model = build_model(description, seed=0)
+    return _count(model), [4 * _count(block) for block in blocks_of(model)]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

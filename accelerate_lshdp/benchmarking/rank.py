@@ -54,8 +54,10 @@ class Rank:
         self.samples = samples.load_samples(model, seed)
         import transformers
 
+        parameters, unit_bytes = models.measure(model)
         return {
-            "parameters": models.count_parameters(model),
+            "parameters": parameters,
+            "unit_bytes": unit_bytes,
             "versions": {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

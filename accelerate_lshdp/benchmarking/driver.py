@@ -1,0 +1,235 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Trains every case of a benchmark on one cluster with one model, and measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from accelerate_lshdp.benchmarking.config import BenchmarkConfig
+from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
+from accelerate_lshdp.benchmarking.launches import Launch
+from accelerate_lshdp.benchmarking.measurement import Measurement
+from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
+from accelerate_lshdp.benchmarking.planned import Knowledge, micro_batches_of, predicted_seconds
+from accelerate_lshdp.benchmarking.rank_processes import RankError
+from accelerate_lshdp.emulated_cluster import ClusterError
+from accelerate_lshdp.planning import PlanningError
+from accelerate_lshdp.planning.strategy_time import ModelSize
+
+
+START_SECONDS = 180.0
+BUILD_SECONDS = 180.0
+NETWORK_SECONDS = 4.0
+#: Optimizer states are there after the first step, so peaks come early.
+MEMORY_STEPS = 3
+#: What ends a case, and all cases that need the same processes; anything else is a mistake of the driver.
+_FAILURES = (RankError, ClusterError, PlanningError, ValueError)
+
+
+class ClusterBenchmark:
+    """All cases on one cluster with one model.
+
+    Args:
+        config: of the benchmark.
+        cluster, model: names in it.
+        launch: starts the processes of all ranks.
+        say: tells whoever waits what is going on.
+    """
+
+    def __init__(
+        self,
+        config: BenchmarkConfig,
+        cluster: str,
+        model: str,
+        launch: Callable[[], AbstractContextManager[Launch]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.model = config.models[model]
+        self.versions: dict[str, str] = {}
+        self._launch = launch
+        self._say = say
+        self._knowledge: Knowledge | None = None
+        self._size: ModelSize | None = None
+        nodes = [node.ranks for node in config.clusters[cluster]]
+        self._ranks = sum(nodes)
+        self.measurements = [
+            Measurement(cluster, model, name, network.bits_per_second, nodes, config.total_batch_size, case)
+            for name, network in config.networks.items()
+            for case in config.cases
+        ]
+
+    def run(self) -> list[Measurement]:
+        """Measures everything. A case that fails has its error; what it took with it has the same."""
+        if self.config.interleaved:
+            with self._noting_failures(self.measurements), self._built() as launch:
+                self._learn(launch)
+                for network in self.config.networks:
+                    self._measure_in_turns(launch, network)
+        else:
+            with self._noting_failures(self.measurements):
+                if self.config.profile_seconds:
+                    with self._built() as launch:
+                        self._learn(launch)
+        if self.config.memory or not self.config.interleaved:
+            for case in self.config.cases:
+                self._measure_alone([m for m in self.measurements if m.case == case and m.error is None])
+        return self.measurements
+
+    # Processes and what is known of them
+
+    @contextmanager
+    def _built(self) -> Iterator[Launch]:
+        """Processes that have built what all cases need."""
+        self._say("starting the processes")
+        with self._launch() as launch:
+            told = launch.call(
+                "build",
+                timeout=START_SECONDS,
+                model=self.model,
+                seed=self.config.seed,
+                learning_rate=self.config.learning_rate,
+                emulated=launch.sleeps,
+                timeout_seconds=2 * self.config.step_timeout_seconds,
+            )[0]
+            self.versions = told["versions"]
+            self._size = ModelSize(4 * told["parameters"], 4 * told["parameters"], told["unit_bytes"])
+            for measurement in self.measurements:
+                measurement.parameters = told["parameters"]
+            yield launch
+
+    def _learn(self, launch: Launch) -> None:
+        """Profiles the ranks on the first network, and measures every other one."""
+        seconds = self.config.profile_seconds
+        if not seconds:
+            return
+        self._say(f"profiling the ranks for {seconds:g} s")
+        launch.call("prepare_profile", timeout=BUILD_SECONDS)
+        networks: dict[str, Any] = {}
+        for name, network in self.config.networks.items():
+            with launch.as_described(network):
+                if not networks:
+                    most = self.config.total_batch_size - self._ranks + 1
+                    profile = launch.call("profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most)[0]
+                    networks[name] = profile["network"]
+                else:
+                    told = launch.call("measure_network", timeout=BUILD_SECONDS, seconds=NETWORK_SECONDS)
+                    networks[name] = told[0]
+        self._knowledge = Knowledge.from_documents(profile, networks, self._size)
+
+    # Measuring
+
+    def _measure_in_turns(self, launch: Launch, network: str) -> None:
+        """Rounds over all cases on one network; each round begins with another case."""
+        cases = [m for m in self.measurements if m.network == network]
+        self._say(f"{network}: preparing {len(cases)} cases")
+        for measurement in cases:
+            self._attempt(measurement, lambda m: self._begin(launch, m))
+        with launch.as_described(self.config.networks[network]):
+            for turn in range(self.config.rounds):
+                self._say(f"{network}: round {turn + 1} of {self.config.rounds}")
+                first = turn * len(cases) // self.config.rounds
+                for measurement in cases[first:] + cases[:first]:
+                    self._attempt(measurement, lambda m: self._take_turn(launch, m))
+        for measurement in cases:
+            self._attempt(measurement, lambda m: self._end(launch, m))
+
+    def _measure_alone(self, measurements: Sequence[Measurement]) -> None:
+        """One case in fresh processes: its memory, and if cases do not take turns, its speed."""
+        if not measurements:
+            return
+        self._say(f"{measurements[0].case.label}: in fresh processes")
+        with self._noting_failures(measurements), self._built() as launch:
+            meter = MemoryMeter(launch.memory_bytes) if self.config.memory else None
+            with meter or nullcontext():
+                for measurement in measurements if not self.config.interleaved else measurements[:1]:
+                    self._begin(launch, measurement)
+                    if self.config.interleaved:
+                        self._train(launch, measurement, MEMORY_STEPS)
+                    else:
+                        with launch.as_described(self.config.networks[measurement.network]):
+                            for _ in range(self.config.rounds):
+                                self._take_turn(launch, measurement)
+                        self._end(launch, measurement)
+            if meter is not None:
+                peaks = launch.call("peak_bytes")
+                for measurement in measurements:
+                    measurement.peak_pss_bytes = meter.peak_bytes
+                    measurement.peak_rank_bytes = peaks
+
+    def _begin(self, launch: Launch, measurement: Measurement) -> None:
+        case = measurement.case
+        if measurement.micro_batches is None:
+            measurement.micro_batches = micro_batches_of(
+                case, measurement.total_batch_size, self._ranks, self._knowledge, measurement.network
+            )
+            measurement.predicted_seconds = predicted_seconds(
+                case, measurement.micro_batches, self._knowledge, measurement.network
+            )
+            most = max(steps for _, steps in measurement.micro_batches)
+            measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most)
+        launch.call(
+            "begin",
+            timeout=BUILD_SECONDS,
+            name=measurement.name,
+            strategy=case.strategy if case.is_peer else str(case.engine_strategy),
+            is_peer=case.is_peer,
+            communication_dtype=case.communication_dtype,
+            micro_batches=measurement.micro_batches,
+            ranks_per_node=measurement.nodes[0],
+        )
+
+    def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
+        """Some steps that do not count, then those that do, as many as there is time for."""
+        steps = self.config.steps
+        if self.config.uncounted_steps:
+            spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))
+            left = self.config.turn_seconds - sum(spent)
+            steps = max(1, min(steps, round(left / spent[-1])))
+        before = launch.sent_between_nodes(), launch.sent_inside_nodes()
+        trained = self._train(launch, measurement, steps)
+        sent = _difference(before, (launch.sent_between_nodes(), launch.sent_inside_nodes()))
+        measurement.add_turn(trained, *sent)
+
+    def _train(self, launch: Launch, measurement: Measurement, steps: int) -> Any:
+        timeout = 30 + self.config.step_timeout_seconds * steps
+        return launch.call("train", timeout=timeout, name=measurement.name, steps=steps)
+
+    def _end(self, launch: Launch, measurement: Measurement) -> None:
+        measurement.statistics = launch.call("statistics", name=measurement.name)[0]
+        measurement.timeline = launch.call("timeline", name=measurement.name)
+        launch.call("end", name=measurement.name)
+
+    # Failures
+
+    def _attempt(self, measurement: Measurement, work: Callable[[Measurement], None]) -> None:
+        """Does a part of a case unless it has failed; others go on where the processes can."""
+        if measurement.error is not None:
+            return
+        try:
+            work(measurement)
+        except _FAILURES as error:
+            measurement.error = str(error)
+            self._say(f"{measurement.name} failed: {error}")
+            if isinstance(error, RankError) and not error.ranks_usable:
+                raise
+
+    @contextmanager
+    def _noting_failures(self, measurements: Sequence[Measurement]) -> Iterator[None]:
+        """What ends the block becomes the error of all cases that had not finished."""
+        try:
+            yield
+        except _FAILURES as error:
+            self._say(f"the processes are lost: {error}")
+            for measurement in measurements:
+                if measurement.error is None and (measurement.timeline is None or not self.config.interleaved):
+                    measurement.error = f"the processes were lost before it had finished: {error}"
+
+
+def _difference(before: Sequence[Any], after: Sequence[Any]) -> list[list[int] | None]:
+    return [
+        None if one is None else [late - early for early, late in zip(one, other, strict=True)]
+        for one, other in zip(before, after, strict=True)
+    ]
