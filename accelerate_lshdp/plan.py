@@ -19,6 +19,8 @@ from typing import Any
 
 from accelerate_lshdp.plan_sections import (
     DEAD_BAND,
+    POWERSGD_RANK,
+    POWERSGD_WARMUP_STEPS,
     REBALANCE_EVERY,
     Automatic,
     Batch,
@@ -31,6 +33,7 @@ from accelerate_lshdp.plan_sections import (
     read_automatic,
     read_batch,
     read_cluster,
+    read_communication,
 )
 from accelerate_lshdp.plan_text import describe_plan
 from accelerate_lshdp.plan_validation import (
@@ -117,6 +120,13 @@ class Plan:
 
         if self.batch is not None and self.automatic is not None:
             self._check_start()
+        if self.communication.is_lossy and self.strategy.is_world_sharded:
+            raise PlanError(
+                f'found "{self.communication.dtype}" with strategy "{self.strategy}", expected "fp32" or "bf16": its'
+                " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
+                ' strategy "ddp", "group_sharding" or "lsdp".',
+                path="communication.dtype",
+            )
 
     def _check_start(self) -> None:
         """Checks that automatic batch sizes can start from `batch`."""
@@ -142,6 +152,8 @@ class Plan:
         strategy: Strategy | str = Strategy.LSDP,
         allow_unequal_accumulation: bool = False,
         communication_dtype: str = "fp32",
+        powersgd_rank: int = POWERSGD_RANK,
+        powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
         cluster: Cluster | None = None,
         profile: dict[str, Any] | None = None,
         predicted: dict[str, Any] | None = None,
@@ -164,14 +176,21 @@ class Plan:
         with located("batch"):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
         with located("communication"):
-            communication = Communication(communication_dtype)
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps)
         return cls(strategy, batch, communication, cluster, profile, predicted, certificate)
 
     @classmethod
-    def equal(cls, *, strategy: Strategy | str = Strategy.LSDP, communication_dtype: str = "fp32") -> Plan:
+    def equal(
+        cls,
+        *,
+        strategy: Strategy | str = Strategy.LSDP,
+        communication_dtype: str = "fp32",
+        powersgd_rank: int = POWERSGD_RANK,
+        powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
+    ) -> Plan:
         """A plan without sizes: every loader keeps its own batch_size on every rank."""
         with located("communication"):
-            communication = Communication(communication_dtype)
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps)
         return cls(strategy=strategy, communication=communication)
 
     @classmethod
@@ -180,22 +199,23 @@ class Plan:
         total_batch_size: int,
         *,
         strategy: Strategy | str = Strategy.LSDP,
-        communication_dtype: str = "fp32",
         rebalance_every: int = REBALANCE_EVERY,
         dead_band: float = DEAD_BAND,
+        **communication: str | int,
     ) -> Plan:
         """A plan whose batch sizes the run finds itself, from an equal split of `total_batch_size` samples.
 
         Args:
             rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
             dead_band: the share of the step time that new sizes have to gain.
+            **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, as for `equal`.
 
         Raises:
             PlanError: a value is impossible.
         """
         with located("automatic"):
             automatic = Automatic(_plain_integer(total_batch_size), rebalance_every, dead_band)
-        return replace(cls.equal(strategy=strategy, communication_dtype=communication_dtype), automatic=automatic)
+        return replace(cls.equal(strategy=strategy, **communication), automatic=automatic)
 
     def with_batch(self, batch: Batch) -> Plan:
         """This plan with other batch sizes, without what the planner said about the old ones."""
@@ -299,7 +319,7 @@ class Plan:
         communication = Communication()
         if "communication" in sections:
             with located("communication"):
-                communication = Communication(**require_object(sections["communication"], optional=("dtype",)))
+                communication = read_communication(sections["communication"])
         batch = cluster = automatic = None
         if sections.get("automatic") is not None:
             with located("automatic"):
@@ -402,7 +422,7 @@ class Plan:
             "strategy": self.strategy.value,
             "batch": batch,
             "automatic": None if self.automatic is None else asdict(self.automatic),
-            "communication": asdict(self.communication),
+            "communication": self.communication.to_dict(),
             "cluster": cluster,
         }
 

@@ -23,7 +23,10 @@ from accelerate_lshdp.plan_validation import (
 
 
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
-_COMMUNICATION_DTYPES = ("fp32", "bf16")
+POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 4, 10
+COMMUNICATION_DTYPES = ("fp32", "bf16", "int8", "powersgd")
+#: They keep from step to step what they did not send, and travel with our own reduction between nodes.
+LOSSY_DTYPES = ("int8", "powersgd")
 
 
 class Strategy(str, Enum):
@@ -152,12 +155,44 @@ class Automatic:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How gradients travel between ranks: `dtype` is "fp32" or "bf16"."""
+    """How gradients travel between ranks.
+
+    Args:
+        dtype: "fp32" (exact), "bf16", "int8" (a quarter of the bytes of fp32) or "powersgd" (matrices of low rank).
+        powersgd_rank: of the matrices that stand for gradients under "powersgd".
+        powersgd_warmup_steps: exact steps at the start of a run with "powersgd".
+    """
 
     dtype: str = "fp32"
+    powersgd_rank: int = POWERSGD_RANK
+    powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS
 
     def __post_init__(self) -> None:
-        require_choice(self.dtype, "dtype", _COMMUNICATION_DTYPES)
+        require_choice(self.dtype, "dtype", COMMUNICATION_DTYPES)
+        require_integer(self.powersgd_rank, "powersgd_rank", least=1)
+        require_integer(self.powersgd_warmup_steps, "powersgd_warmup_steps", least=0)
+        if self.dtype == "powersgd":
+            return
+        defaults = {"powersgd_rank": POWERSGD_RANK, "powersgd_warmup_steps": POWERSGD_WARMUP_STEPS}
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                raise PlanError(
+                    f'found {getattr(self, name)} with dtype {self.dtype}, expected none: it belongs to "powersgd".'
+                    ' Leave it out, or set dtype to "powersgd".',
+                    path=name,
+                )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether ranks keep errors of earlier steps."""
+        return self.dtype in LOSSY_DTYPES
+
+    def to_dict(self) -> dict[str, str | int]:
+        """The section of a plan file; without what has no meaning for `dtype`."""
+        if self.dtype != "powersgd":
+            return {"dtype": self.dtype}
+        names = ("dtype", "powersgd_rank", "powersgd_warmup_steps")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +263,12 @@ def read_batch(document: object) -> Batch:
             path="total",
         )
     return batch
+
+
+def read_communication(document: object) -> Communication:
+    """The `communication` section of a plan file. Raises PlanError, with paths inside the section."""
+    optional = ("dtype", "powersgd_rank", "powersgd_warmup_steps")
+    return Communication(**require_object(document, optional=optional))
 
 
 def read_cluster(document: object) -> Cluster:

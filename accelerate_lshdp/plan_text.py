@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def describe_plan(plan: Plan) -> str:
     """A plan as text: a line of options and a table of ranks."""
     head = f"strategy {plan.strategy}, communication {plan.communication.dtype}"
+    if plan.communication.dtype == "powersgd":
+        head += f" of rank {plan.communication.powersgd_rank}"
     if plan.automatic is not None:
         head += f"\nautomatic batch sizes: the run cuts global batches of {plan.automatic.total} by measurement"
     elif plan.batch is None:

@@ -12,6 +12,12 @@ from typing import Any
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Plan, Strategy
+from accelerate_lshdp.plan_sections import (
+    COMMUNICATION_DTYPES,
+    POWERSGD_RANK,
+    POWERSGD_WARMUP_STEPS,
+    Communication,
+)
 from accelerate_lshdp.weighting import LossWeighting
 
 
@@ -72,7 +78,11 @@ class LSDPPlugin:
             but ``zero2`` do.
         prefetch: number of units gathered ahead of the computation, on devices with streams. Default 1.
         pin_memory: whether host memory of offloaded parameters is pinned. Default: on devices other than the CPU.
-        communication_dtype: ``fp32`` (exact; default) or ``bf16``, the precision of gradients between nodes.
+        communication_dtype: how gradients travel between nodes: ``fp32`` (exact; default), ``bf16`` (half the bytes),
+            ``int8`` (a quarter) or ``powersgd`` (matrices of low rank: a few percent). The last two keep what they did
+            not send for the next step, and are for ``ddp``, ``group_sharding`` and ``lsdp``.
+        powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 4.
+        powersgd_warmup_steps: exact steps at the start of a run with ``powersgd``. Default 10.
         bucket_megabytes: size of the gradient buckets of ``ddp``. Default 25.
         loss_weighting: ``sample`` (losses are means over samples; default), ``tokens`` (over tokens) or ``none``.
         token_counter: counts the loss tokens of a batch, for ``tokens``. Default: labels other than -100 after the
@@ -91,6 +101,8 @@ class LSDPPlugin:
     prefetch: int | None = _option(_integer, 1)
     pin_memory: bool | None = _option(_flag, None)
     communication_dtype: str | None = _option(str, "fp32")
+    powersgd_rank: int | None = _option(_integer, POWERSGD_RANK)
+    powersgd_warmup_steps: int | None = _option(_integer, POWERSGD_WARMUP_STEPS)
     bucket_megabytes: float | None = _option(_real, 25.0)
     loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.SAMPLE)
     token_counter: Callable[[Any], int] | None = None
@@ -107,7 +119,10 @@ class LSDPPlugin:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if plan is not None:
-            planned = {"strategy": plan.strategy, "communication_dtype": plan.communication.dtype}
+            communication = plan.communication
+            planned = {"strategy": plan.strategy, "communication_dtype": communication.dtype}
+            planned["powersgd_rank"] = communication.powersgd_rank
+            planned["powersgd_warmup_steps"] = communication.powersgd_warmup_steps
             for name, value in planned.items():
                 if values[name] is not None and str(values[name]) != str(value):
                     raise ValueError(
@@ -123,6 +138,11 @@ class LSDPPlugin:
             setattr(resolved, name, value)
         resolved._check("the environment")
         return resolved
+
+    @property
+    def communication(self) -> Communication:
+        """How gradients travel, of resolved options."""
+        return Communication(self.communication_dtype, self.powersgd_rank, self.powersgd_warmup_steps)
 
     @staticmethod
     def _from_environment(option: Any) -> Any:
@@ -141,7 +161,7 @@ class LSDPPlugin:
             "loss_weighting": LossWeighting,
             "batch_norm": BatchNormMode,
             "mixed_precision": ("no", "bf16", "fp16"),
-            "communication_dtype": ("fp32", "bf16"),
+            "communication_dtype": COMMUNICATION_DTYPES,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -156,6 +176,10 @@ class LSDPPlugin:
             self.units = _names(self.units)
         if self.prefetch is not None and self.prefetch < 1:
             raise ValueError(f"prefetch={self.prefetch} from {origin} should be 1 or more units")
+        if self.powersgd_rank is not None and self.powersgd_rank < 1:
+            raise ValueError(f"powersgd_rank={self.powersgd_rank} from {origin} should be 1 or more")
+        if self.powersgd_warmup_steps is not None and self.powersgd_warmup_steps < 0:
+            raise ValueError(f"powersgd_warmup_steps={self.powersgd_warmup_steps} from {origin} should be 0 or more")
         if self.bucket_megabytes is not None and not self.bucket_megabytes > 0:
             raise ValueError(f"bucket_megabytes={self.bucket_megabytes} from {origin} should be positive")
 

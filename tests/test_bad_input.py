@@ -181,7 +181,11 @@ def test_impossible_batch_sizes(workers, tmp_path, sizes):
 
 IMPOSSIBLE = {
     "LSDP_STRATEGY": ("magic", "strategy='magic' from the environment", "use one of ddp, "),
-    "LSDP_COMMUNICATION_DTYPE": ("int3", "communication_dtype='int3' from the environment", "use one of fp32, bf16"),
+    "LSDP_COMMUNICATION_DTYPE": (
+        "int3",
+        "communication_dtype='int3' from the environment",
+        "use one of fp32, bf16, int8, powersgd",
+    ),
     "LSDP_MIXED_PRECISION": ("fp7", "mixed_precision='fp7' from the environment", "use one of no, bf16, fp16"),
     "LSDP_PREFETCH": ("many", "LSDP_PREFETCH", "found 'many'", "expected"),
     "LSDP_BUCKET_MEGABYTES": ("nan", "bucket_megabytes=nan", "should be positive"),
