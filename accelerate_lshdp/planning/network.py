@@ -51,6 +51,20 @@ class Link:
             raise ValueError(f"found a rate of {bits_per_second} bit/s, expected a positive one: correct the link")
         return cls(delay_seconds, 8 / (bits_per_second * PAYLOAD_SHARE))
 
+    @classmethod
+    def from_all_reduce(cls, latency_seconds: float, seconds_per_byte: float, nodes: Sequence[int]) -> Link:
+        """The link behind a measured all-reduce (latency + payload bytes * seconds_per_byte) over all ranks.
+
+        Better than its rate, where that is not all that holds bytes up.
+
+        Raises:
+            ValueError: there are fewer than two nodes, so nothing travelled between nodes.
+        """
+        ring = ring_all_reduce(1.0, nodes)
+        if len(nodes) < 2:
+            raise ValueError(f"found {len(nodes)} node, expected an all-reduce between nodes")
+        return cls(latency_seconds / ring.rounds, seconds_per_byte / max(ring.sent_bytes))
+
     def seconds(self, size: float, rounds: int = 1) -> float:
         """Of `size` bytes in `rounds` messages that wait for each other."""
         return rounds * self.latency_seconds + size * self.seconds_per_byte
