@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
@@ -73,8 +74,8 @@ class EmulatedCluster:
         self._period_seconds = period_seconds
         self._groups: list[ControlGroup] = []
         self._network: ClusterNetwork | None = None
-        self._processes: list[subprocess.Popen] = []
-        self._handlers: dict[signal.Signals, Any] = {}
+        self._processes: list[list[subprocess.Popen]] = []
+        self._made = ExitStack()
 
     @classmethod
     def missing(cls, description: ClusterDescription | None = None) -> str | None:
@@ -99,20 +100,24 @@ class EmulatedCluster:
         reason = _missing_basics()
         if reason is not None:
             raise ClusterError(f"the emulated cluster cannot be built: {reason}")
-        self._end_politely()
-        atexit.register(self.close)
-        try:
+        self._groups, self._processes = [], [[] for _ in self.description.nodes]
+        with ExitStack() as made:
+            made.callback(self._let_signals_end_the_block())
             # Groups first: what an earlier run left running is ended with its groups, and only then do its network
             # namespaces go away.
             for index, node in enumerate(self.description.nodes):
-                self._groups.append(ControlGroup(f"node{index}", node.cpu, node.memory_bytes, self._period_seconds))
-            self._network = ClusterNetwork(len(self.description.nodes), self.description.network)
-            for index, node in enumerate(self.description.nodes):
-                address, namespace = self._network.addresses[index], self._network.namespaces[index]
-                self.nodes.append(Node(index, address, INTERFACE, namespace, node))
-        except BaseException:
-            self.close()
-            raise
+                group = ControlGroup(f"node{index}", node.cpu, node.memory_bytes, self._period_seconds)
+                made.callback(group.remove)
+                self._groups.append(group)
+            network = ClusterNetwork(len(self.description.nodes), self.description.network)
+            made.callback(network.remove)
+            made.callback(self._end_processes)
+            self._made = made.pop_all()
+        for index, node in enumerate(self.description.nodes):
+            address, namespace = network.addresses[index], network.namespaces[index]
+            self.nodes.append(Node(index, address, INTERFACE, namespace, node))
+        self._network = network
+        atexit.register(self.close)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -122,19 +127,9 @@ class EmulatedCluster:
         """Ends the nodes' processes and removes everything. Safe to call again."""
         with _undisturbed():
             atexit.unregister(self.close)
-            for group in self._groups:
-                group.set_cores(float(os.cpu_count() or 1))  # a stopped process could not even end
-            for group in self._groups:
-                group.kill()
-                group.remove()
-            for process in self._processes:
-                process.wait()
-            if self._network is not None:
-                self._network.remove()
-            self._groups, self._network, self._processes, self.nodes = [], None, [], []
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers = {}
+            self._network = None
+            self._made.close()
+            self._groups, self._processes, self.nodes = [], [], []
 
     def popen(self, node: int, argv: Sequence[str | os.PathLike], **keywords: Any) -> subprocess.Popen:
         """Starts a program on a node, inside its limits and its network from the first instruction.
@@ -155,7 +150,7 @@ class EmulatedCluster:
         enter = ["sh", "-c", _ENTER, "sh", *map(str, group.procs_files), "--"]
         enter += [f"--net=/run/netns/{network.namespaces[node]}", "--"]
         process = subprocess.Popen([*enter, *map(os.fspath, argv)], **{**keywords, "env": environment})
-        self._processes.append(process)
+        self._processes[node].append(process)
         return process
 
     def run(
@@ -206,7 +201,7 @@ class EmulatedCluster:
     def kill_node(self, node: int) -> None:
         """Ends all processes of a node by SIGKILL, at once. Its network stays: new ones can be started."""
         self._built()
-        self._groups[node].kill()
+        self._kill(node)
 
     def traffic(self) -> list[Traffic]:
         """Bytes that each node's interface has sent and received since the cluster was built."""
@@ -231,13 +226,34 @@ class EmulatedCluster:
             )
         return self._network
 
-    def _end_politely(self) -> None:
-        """Lets SIGTERM and SIGHUP end this process by an exception, so that the block is left in order."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may; atexit and the next run remain
-        for number in _ENDING_SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:  # a handler of the program's own knows better
-                self._handlers[number] = signal.signal(number, _exit)
+    def _end_processes(self) -> None:
+        for group in self._groups:
+            group.set_cores(float(os.cpu_count() or 1))  # a stopped process could not even end
+        for node in range(len(self._groups)):
+            self._kill(node)
+        for process in itertools.chain(*self._processes):
+            process.wait()
+
+    def _kill(self, node: int) -> None:
+        # One that has only just been started may not have joined its group yet.
+        for process in self._processes[node]:
+            process.kill()
+        self._groups[node].kill()
+
+    @staticmethod
+    def _let_signals_end_the_block() -> Callable[[], None]:
+        """SIGTERM and SIGHUP from now on raise, so that the block is left in order; returns what undoes this."""
+        handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere atexit and the next run remain
+            for number in _ENDING_SIGNALS:
+                if signal.getsignal(number) is signal.SIG_DFL:  # a handler of the program's own knows better
+                    handlers[number] = signal.signal(number, _exit)
+
+        def restore() -> None:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+        return restore
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

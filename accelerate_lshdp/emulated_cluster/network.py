@@ -92,8 +92,8 @@ class ClusterNetwork:
             sending.append(f"qdisc replace dev {INTERFACE} parent 1:1 handle 10: netem {delay}")
         elif "netem" in call("tc", "-n", self.namespaces[node], "qdisc", "show", "dev", INTERFACE):
             sending.append(f"qdisc delete dev {INTERFACE} parent 1:1 handle 10:")
-        call("tc", "-n", self.namespaces[node], "-batch", "-", lines=sending)
-        call("tc", "-n", self._switch, *f"qdisc replace dev {_port(node)} root handle 1: {_tbf(network)}".split())
+        _shape(self.namespaces[node], sending)
+        _shape(self._switch, [f"qdisc replace dev {_port(node)} root handle 1: {_tbf(network)}"])
 
     def set_connected(self, node: int, connected: bool) -> None:
         """Pulls a node's cable out of the switch, or puts it back."""
@@ -126,6 +126,16 @@ def _remove_namespaces(names: Sequence[str]) -> None:
         except ClusterError:
             if (_NAMESPACES / name).exists():  # else somebody was faster, and it is gone
                 raise
+
+
+def _shape(namespace: str, lines: Sequence[str]) -> None:
+    try:
+        call("tc", "-n", namespace, "-batch", "-", lines=lines)
+    except ClusterError as error:
+        if "qdisc kind is unknown" not in str(error):
+            raise
+        module, way_out = ("sch_netem", ", or leave the delay out") if "netem" in lines[-1] else ("sch_tbf", "")
+        raise ClusterError(f"this kernel has no {module}: use one that has{way_out} ({error})") from None
 
 
 def _port(node: int) -> str:
