@@ -1,7 +1,6 @@
 """How gradients travel: one interface for the reduction between ranks, and FSDP2's two collectives for gloo.
 
-A new format or path (int8, PowerSGD, two-stage, shared memory) is one more class here and one more line in
-``REDUCTIONS``; nothing else changes.
+A new format is one more class behind ``GradientReduction`` and one more line in ``reductions.py``.
 """
 
 from __future__ import annotations
@@ -82,6 +81,19 @@ class GradientReduction(ABC):
             shapes: of the tensors that lie in the buffer one after the other.
         """
 
+    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        """Bytes that an all-reduce has to sum to send as much as this reduction does for a buffer."""
+        return buffer.numel() * buffer.element_size()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps from step to step, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on with what ``state_dict`` gave on this rank; an empty one starts anew."""
+        if state:
+            raise ValueError(f"found a state of {sorted(state)}, expected none: {type(self).__name__} keeps nothing")
+
 
 class _PendingWork(PendingReduction):
     def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:
@@ -112,8 +124,11 @@ class Bf16Reduction(GradientReduction):
         work = dist.all_reduce(compressed, group=self.group, async_op=True)
         return _PendingWork(work, after=lambda: buffer.copy_(compressed))
 
+    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        return buffer.numel() * torch.bfloat16.itemsize
 
-#: ``communication.dtype`` of the plan -> how gradients travel between nodes.
+
+#: Formats without state; ``reductions.py`` knows all.
 REDUCTIONS: dict[str, type[GradientReduction]] = {"fp32": ExactReduction, "bf16": Bf16Reduction}
 
 
