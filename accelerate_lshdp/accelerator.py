@@ -109,6 +109,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
         self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
+        self._hidden: list[tuple[nn.Parameter, Any]] = []  # gradients that another rank of the node uses
         self._evaluation_depth = 0
         self._window_tokens: float | None = None
         options = self.lsdp_plugin
@@ -120,7 +121,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             communication_dtype=options.communication_dtype,
             units=options.units,
             prefetch=options.prefetch,
-            bucket_bytes=int(options.bucket_megabytes * 1e6),
+            bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
         )
         if self.scaler is not None and self.policies.is_sharded:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
@@ -162,7 +163,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         sizes = "of its loaders" if self.plan.batch is None else self.plan.batch_sizes
         told = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
         told += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
-        told += f"buckets {options.bucket_megabytes}, precision {self.mixed_precision}"
+        told += f"buckets {options.bucket_megabytes}, intra-node {options.intra_node}, "
+        told += f"precision {self.mixed_precision}"
         if self._sizing is not None:
             told += f", measured curves {self._sizing.curves}"
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")

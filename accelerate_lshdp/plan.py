@@ -154,6 +154,7 @@ class Plan:
         communication_dtype: str = "fp32",
         powersgd_rank: int = POWERSGD_RANK,
         powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
+        intra_node: str = "auto",
         cluster: Cluster | None = None,
         profile: dict[str, Any] | None = None,
         predicted: dict[str, Any] | None = None,
@@ -176,7 +177,7 @@ class Plan:
         with located("batch"):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
         with located("communication"):
-            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps)
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
         return cls(strategy, batch, communication, cluster, profile, predicted, certificate)
 
     @classmethod
@@ -187,10 +188,11 @@ class Plan:
         communication_dtype: str = "fp32",
         powersgd_rank: int = POWERSGD_RANK,
         powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
+        intra_node: str = "auto",
     ) -> Plan:
         """A plan without sizes: every loader keeps its own batch_size on every rank."""
         with located("communication"):
-            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps)
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
         return cls(strategy=strategy, communication=communication)
 
     @classmethod
@@ -208,7 +210,7 @@ class Plan:
         Args:
             rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
             dead_band: the share of the step time that new sizes have to gain.
-            **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, as for `equal`.
+            **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node, as for `equal`.
 
         Raises:
             PlanError: a value is impossible.

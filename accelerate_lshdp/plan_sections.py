@@ -27,6 +27,7 @@ POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 4, 10
 COMMUNICATION_DTYPES = ("fp32", "bf16", "int8", "powersgd")
 #: They keep from step to step what they did not send, and travel with our own reduction between nodes.
 LOSSY_DTYPES = ("int8", "powersgd")
+INTRA_NODE = ("auto", "shared_memory", "collectives")
 
 
 class Strategy(str, Enum):
@@ -161,14 +162,18 @@ class Communication:
         dtype: "fp32" (exact), "bf16", "int8" (a quarter of the bytes of fp32) or "powersgd" (matrices of low rank).
         powersgd_rank: of the matrices that stand for gradients under "powersgd".
         powersgd_warmup_steps: exact steps at the start of a run with "powersgd".
+        intra_node: how the ranks of a node share parameters and gradients: "shared_memory" (CPU only: one copy of both
+            in memory that all of them map), "collectives", or "auto": shared memory where it can be.
     """
 
     dtype: str = "fp32"
     powersgd_rank: int = POWERSGD_RANK
     powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS
+    intra_node: str = "auto"
 
     def __post_init__(self) -> None:
         require_choice(self.dtype, "dtype", COMMUNICATION_DTYPES)
+        require_choice(self.intra_node, "intra_node", INTRA_NODE)
         require_integer(self.powersgd_rank, "powersgd_rank", least=1)
         require_integer(self.powersgd_warmup_steps, "powersgd_warmup_steps", least=0)
         if self.dtype == "powersgd":
@@ -189,9 +194,11 @@ class Communication:
 
     def to_dict(self) -> dict[str, str | int]:
         """The section of a plan file; without what has no meaning for `dtype`."""
-        if self.dtype != "powersgd":
-            return {"dtype": self.dtype}
-        names = ("dtype", "powersgd_rank", "powersgd_warmup_steps")
+        names = ["dtype"]
+        if self.dtype == "powersgd":
+            names += ["powersgd_rank", "powersgd_warmup_steps"]
+        if self.intra_node != "auto":
+            names.append("intra_node")
         return {name: getattr(self, name) for name in names}
 
 
@@ -267,7 +274,7 @@ def read_batch(document: object) -> Batch:
 
 def read_communication(document: object) -> Communication:
     """The `communication` section of a plan file. Raises PlanError, with paths inside the section."""
-    optional = ("dtype", "powersgd_rank", "powersgd_warmup_steps")
+    optional = ("dtype", "powersgd_rank", "powersgd_warmup_steps", "intra_node")
     return Communication(**require_object(document, optional=optional))
 
 

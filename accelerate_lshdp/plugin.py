@@ -14,6 +14,7 @@ from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.plan_sections import (
     COMMUNICATION_DTYPES,
+    INTRA_NODE,
     POWERSGD_RANK,
     POWERSGD_WARMUP_STEPS,
     Communication,
@@ -83,7 +84,11 @@ class LSDPPlugin:
             not send for the next step, and are for ``ddp``, ``group_sharding`` and ``lsdp``.
         powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 4.
         powersgd_warmup_steps: exact steps at the start of a run with ``powersgd``. Default 10.
-        bucket_megabytes: size of the gradient buckets of ``ddp``. Default 25.
+        intra_node: how the ranks of a node share parameters and gradients under ``lsdp`` and ``group_sharding``:
+            ``shared_memory`` (CPU: one copy of both, in memory that all of them map), ``collectives``, or ``auto``
+            (default): shared memory on CPUs.
+        bucket_megabytes: size of the gradient buckets of whole parameters (``ddp``; on CPUs also ``lsdp`` and
+            ``group_sharding``). Default: a twelfth of the model, from 1 to 25.
         loss_weighting: ``sample`` (losses are means over samples; default), ``tokens`` (over tokens) or ``none``.
         token_counter: counts the loss tokens of a batch, for ``tokens``. Default: labels other than -100 after the
             model's shift.
@@ -103,7 +108,8 @@ class LSDPPlugin:
     communication_dtype: str | None = _option(str, "fp32")
     powersgd_rank: int | None = _option(_integer, POWERSGD_RANK)
     powersgd_warmup_steps: int | None = _option(_integer, POWERSGD_WARMUP_STEPS)
-    bucket_megabytes: float | None = _option(_real, 25.0)
+    intra_node: str | None = _option(str, "auto")
+    bucket_megabytes: float | None = _option(_real, None)
     loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.SAMPLE)
     token_counter: Callable[[Any], int] | None = None
     batch_norm: BatchNormMode | str | None = _option(str, BatchNormMode.ERROR)
@@ -123,6 +129,7 @@ class LSDPPlugin:
             planned = {"strategy": plan.strategy, "communication_dtype": communication.dtype}
             planned["powersgd_rank"] = communication.powersgd_rank
             planned["powersgd_warmup_steps"] = communication.powersgd_warmup_steps
+            planned["intra_node"] = communication.intra_node
             for name, value in planned.items():
                 if values[name] is not None and str(values[name]) != str(value):
                     raise ValueError(
@@ -142,7 +149,7 @@ class LSDPPlugin:
     @property
     def communication(self) -> Communication:
         """How gradients travel, of resolved options."""
-        return Communication(self.communication_dtype, self.powersgd_rank, self.powersgd_warmup_steps)
+        return Communication(self.communication_dtype, self.powersgd_rank, self.powersgd_warmup_steps, self.intra_node)
 
     @staticmethod
     def _from_environment(option: Any) -> Any:
@@ -162,6 +169,7 @@ class LSDPPlugin:
             "batch_norm": BatchNormMode,
             "mixed_precision": ("no", "bf16", "fp16"),
             "communication_dtype": COMMUNICATION_DTYPES,
+            "intra_node": INTRA_NODE,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -199,4 +207,5 @@ class LSDPPlugin:
             mixed_precision=resolved.mixed_precision or mixed_precision,
             reshard_after_forward=resolved.reshard_after_forward,
             pin_memory=resolved.pin_memory,
+            intra_node=resolved.intra_node,
         )

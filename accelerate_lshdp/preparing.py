@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
@@ -69,6 +70,7 @@ class Preparing(_Base):
         self._prepared.append(prepared)
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
+            self._check_optimizer(optimizer.optimizer)
         self._time_forwards(model)
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
             self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
@@ -115,9 +117,15 @@ class Preparing(_Base):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self._follow_parameters(optimizer)
+            self._check_optimizer(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        notice = check_optimizer(optimizer)
+        if notice is not None:
+            logger.warning_once(notice)
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer the sharded parameters in place of those they were made from."""
@@ -138,6 +146,7 @@ class Preparing(_Base):
             prepared.before_step()
         if self.num_processes > 1:
             self._refuse_gradients_of_one_rank(optimizer)
+        self._hidden = hide_what_others_update(optimizer)
         self._timer.optimizer_begins()
 
     def _refuse_gradients_of_one_rank(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,6 +165,11 @@ class Preparing(_Base):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._timer.step_ends()
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+        for prepared in self._prepared:
+            prepared.after_step()
         if self._optimizers and optimizer is self._optimizers[0].optimizer:
             self.completed_steps += 1
         if self._sizing is not None:

@@ -63,7 +63,7 @@ def resolve_plan(
         plan = Plan.from_environment()
     if plan is None:
         options = plugin.resolve()
-        placed_by = ("strategy", "communication_dtype", "powersgd_rank", "powersgd_warmup_steps")
+        placed_by = ("strategy", "communication_dtype", "powersgd_rank", "powersgd_warmup_steps", "intra_node")
         placement = {name: getattr(options, name) for name in placed_by}
         if keywords.batch_sizes is None or isinstance(keywords.batch_sizes, str):
             plan = Plan.equal(**placement)

@@ -7,11 +7,14 @@ shard, combined over the ranks that share a copy, and is then the same everywher
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
+
+from accelerate_lshdp.engine.node_reduction import NodeReduction
+from accelerate_lshdp.engine.node_shared import NodeOwnership
 
 
 @torch.no_grad()
@@ -27,24 +30,32 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
         The norm before clipping, a scalar tensor, the same on all ranks. The scale is
         ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = total_norm(gradients, norm_type)
+    parameters = [p for p in parameters if p.grad is not None]
+    total = total_norm(parameters, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for local in map(_local, gradients):
+    for local in _own_gradients(parameters):
         local.mul_(scale.to(local.device, local.dtype))
     return total
 
 
-def total_norm(gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The joint norm of gradients (collective over the shard groups of those that are sharded); a scalar tensor."""
+def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The joint norm of the gradients of parameters that have one; a scalar tensor.
+
+    Collective over the shard groups of those that are sharded, and over the nodes of those that nodes share.
+    """
     norm_type = float(norm_type)
     by_mesh: dict[object, list[torch.Tensor]] = {}
-    for gradient in gradients:
+    by_node: dict[NodeReduction, list[tuple[NodeOwnership, torch.Tensor]]] = {}
+    for parameter in parameters:
+        gradient, ownership = parameter.grad, NodeOwnership.of(parameter)
+        if ownership is not None:
+            by_node.setdefault(ownership.reduction, []).append((ownership, gradient))
+            continue
         sharded = isinstance(gradient, DTensor) and any(isinstance(p, Shard) for p in gradient.placements)
         by_mesh.setdefault(gradient.device_mesh if sharded else None, []).append(_local(gradient))
-    if not by_mesh:
+    parts = [_over_node(reduction, shared, norm_type) for reduction, shared in by_node.items()]
+    if not by_mesh and not parts:
         return torch.tensor(0.0)
-    parts = []
     for mesh, locals_ in by_mesh.items():
         part = _power_sum(locals_, norm_type)
         if mesh is not None and mesh.size() > 1:
@@ -68,6 +79,22 @@ def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 
+def _over_node(
+    reduction: NodeReduction, shared: list[tuple[NodeOwnership, torch.Tensor]], norm_type: float
+) -> torch.Tensor:
+    """The power sum of gradients that a node shares: each rank sums those that it owns.
+
+    The parts are added parameter by parameter, so that nodes with different numbers of ranks get the same bits.
+    """
+    own = {owner.index: _power_sum([gradient], norm_type) for owner, gradient in shared if owner.owned}
+    posted = reduction.exchange({index: float(part) for index, part in own.items()})
+    dtype = torch.float32
+    for _, gradient in shared:
+        dtype = torch.promote_types(dtype, gradient.dtype.to_real())
+    parts = torch.tensor([posted[owner.index] for owner, _ in shared], dtype=torch.float64).to(dtype)
+    return parts.max() if math.isinf(norm_type) else parts.sum()
+
+
 def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tensor:
     """Combines each rank's part over its shard group; host tensors travel through the mesh's device."""
     staged = part.to(mesh.device_type)
@@ -79,9 +106,18 @@ def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tens
 @torch.no_grad()
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamps every gradient element to [-clip_value, clip_value] in place; needs no communication."""
+    for local in _own_gradients(p for p in parameters if p.grad is not None):
+        local.clamp_(-clip_value, clip_value)
+
+
+def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What this rank may change: its shards, whole gradients, and of those that its node shares the ones it owns."""
     for parameter in parameters:
-        if parameter.grad is not None:
-            _local(parameter.grad).clamp_(-clip_value, clip_value)
+        ownership = NodeOwnership.of(parameter)
+        if ownership is None:
+            yield _local(parameter.grad)
+        elif ownership.owned:
+            yield parameter.grad.data  # does not count as a change by the script, which is refused
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

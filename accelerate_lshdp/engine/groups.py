@@ -32,6 +32,10 @@ class ProcessGroups:
             raise ValueError(f"rank {rank} is in none of the groups {[list(ranks) for ranks in partition]}")
         return mine
 
+    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of some ranks (collective over the world, members or not)."""
+        return self._group(ranks)
+
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD

@@ -15,7 +15,8 @@ from accelerate_lshdp.engine.collectives import (
     WaitClock,
 )
 from accelerate_lshdp.engine.groups import ProcessGroups
-from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.node_shared import NodeSharedModel
+from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.sharding import ShardedModel
@@ -38,7 +39,7 @@ class Placement:
         communication_dtype: precision of gradients between nodes.
         units: names of the units, None: chosen from the model.
         prefetch: units gathered ahead on devices with streams.
-        bucket_bytes: size of the gradient buckets of ``ddp``.
+        bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
     """
 
@@ -52,7 +53,7 @@ class Placement:
         communication_dtype: str,
         units: tuple[str, ...] | None,
         prefetch: int,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         reduction: GradientReduction | None = None,
     ) -> None:
         self.policies = policies
@@ -77,14 +78,22 @@ class Placement:
         return self.arrange(model)
 
     def arrange(self, model: nn.Module) -> PreparedModel:
-        """Shards a model, or lays out its buckets; collective only in making process groups that do not exist yet.
+        """Shards a model, or lays out its buckets; collective only in making process groups that do not exist yet, and
+        in mapping memory that the ranks of a node share.
 
         Args:
             model: as for ``place``, with the same weights on all ranks that sum its gradients.
         """
-        # One process on the CPU: its memory is host memory and holds everything, whatever the strategy.
-        alone = self.topology.world_size == 1 and self.device.type == "cpu"
-        if alone or not self.policies.is_sharded:
+        if self.policies.mechanism is Mechanism.NODE_SHARED:
+            return NodeSharedModel(
+                model,
+                self.topology,
+                self._reduction_of,
+                self.clock,
+                bucket_bytes=self.bucket_bytes,
+                timeout_seconds=_timeout_seconds(),
+            )
+        if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
             return ReplicatedModel(model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes)
         if not dist.is_initialized():
@@ -122,3 +131,15 @@ class Placement:
             return self.reduction
         group = self.groups.of_partition(partition, self.topology.rank)
         return REDUCTIONS[self.communication_dtype](group)
+
+    def _reduction_of(self, ranks: tuple[int, ...]) -> GradientReduction | None:
+        """What sums gradients over some ranks (collective over the world, members or not); None for one rank."""
+        if len(ranks) == 1:
+            return None
+        group = self.groups.of_ranks(ranks)
+        return REDUCTIONS[self.communication_dtype](group) if self.topology.rank in ranks else None
+
+
+def _timeout_seconds() -> float:
+    """How long collectives wait for a rank: as the process group was told."""
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -6,15 +6,25 @@ Resolving needs neither a process group nor a device, so what a CUDA run would u
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from accelerate_lshdp.engine.node_memory import NodeMemory
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 
 
 _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Mechanism(str, Enum):
+    """What carries a strategy out."""
+
+    REPLICATED = "replicated"  # whole parameters in the memory of each rank, gradients in buckets
+    NODE_SHARED = "node_shared"  # one copy a node, in memory that its ranks map
+    FSDP2 = "fsdp2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +33,11 @@ class ShardingPolicies:
 
     Attributes:
         strategy: the strategy that was resolved.
+        mechanism: what carries it out.
         shard_groups: groups of ranks that share one copy of the parameters; every rank is in exactly one.
         replica_groups: groups of ranks that hold the same shard and sum its gradient between nodes; every rank is in
-            exactly one; groups of one rank mean that nothing travels this way.
+            exactly one (where nodes with shared memory have different numbers of ranks: in at least one); groups of
+            one rank mean that nothing travels this way.
         reshard_after_forward: whether units drop gathered parameters between forward and backward.
         gather_once_a_step: whether gathered parameters stay until the last backward of an optimizer step.
         offload: FSDP2's offload policy; the host copy is pinned only for devices that can use it.
@@ -35,6 +47,7 @@ class ShardingPolicies:
     """
 
     strategy: Strategy
+    mechanism: Mechanism
     shard_groups: tuple[tuple[int, ...], ...]
     replica_groups: tuple[tuple[int, ...], ...]
     reshard_after_forward: bool
@@ -46,20 +59,42 @@ class ShardingPolicies:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 manages the model; ``ddp`` keeps whole parameters on every device."""
-        return self.strategy is not Strategy.DDP
+        """Whether FSDP2 manages the model; otherwise parameters are whole tensors on every rank."""
+        return self.mechanism is Mechanism.FSDP2
 
 
-def shard_groups_of(strategy: Strategy, topology: Topology) -> tuple[tuple[int, ...], ...]:
+def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, intra_node: str) -> Mechanism:
+    """What carries a strategy out.
+
+    On CPUs host memory is device memory, so a node's copy of the parameters need not be gathered block by block: its
+    ranks map it, and a rank that has its node for itself keeps it as it is.
+
+    Raises:
+        ValueError: shared memory is demanded where there is none.
+    """
+    if intra_node == "shared_memory" and strategy.is_node_sharded:
+        reason = f"the ranks train on {device_type}" if device_type != "cpu" else NodeMemory.missing()
+        if reason is not None:
+            raise ValueError(f"intra_node='shared_memory' cannot be used: {reason}; use 'auto' or 'collectives'")
+    if strategy is Strategy.DDP or (device_type == "cpu" and topology.world_size == 1):
+        return Mechanism.REPLICATED
+    if device_type != "cpu" or not strategy.is_node_sharded or intra_node == "collectives":
+        return Mechanism.FSDP2
+    if max(topology.node_sizes) == 1:
+        return Mechanism.REPLICATED
+    return Mechanism.NODE_SHARED if NodeMemory.missing() is None else Mechanism.FSDP2
+
+
+def shard_groups_of(strategy: Strategy, topology: Topology, mechanism: Mechanism) -> tuple[tuple[int, ...], ...]:
     """Groups of ranks that share one copy of the parameters.
 
-    Nodes with different numbers of ranks cut the parameters differently, so their shards cannot be summed with each
-    other; node-sharded strategies then use one rank a shard group.
+    Under FSDP2, nodes with different numbers of ranks cut the parameters differently, so their shards cannot be summed
+    with each other; node-sharded strategies then use one rank a shard group.
     """
     world = tuple(range(topology.world_size))
     if strategy.is_world_sharded:
         return (world,)
-    if strategy.is_node_sharded and not topology.is_uneven:
+    if mechanism is Mechanism.NODE_SHARED or (strategy.is_node_sharded and not topology.is_uneven):
         return topology.node_groups
     return tuple((rank,) for rank in world)
 
@@ -72,6 +107,7 @@ def resolve_policies(
     mixed_precision: str = "no",
     reshard_after_forward: bool | None = None,
     pin_memory: bool | None = None,
+    intra_node: str = "auto",
 ) -> ShardingPolicies:
     """Resolves a strategy.
 
@@ -82,18 +118,20 @@ def resolve_policies(
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"`` compute.
         reshard_after_forward: overrides the strategy's own choice.
         pin_memory: whether host memory of offloaded parameters is pinned; None: if the device is not the CPU.
+        intra_node: as for ``choose_mechanism``.
 
     Raises:
-        ValueError: a precision that is not supported, or an override against the strategy.
+        ValueError: a precision that is not supported, or an override against the strategy or the device.
     """
     if mixed_precision not in _COMPUTE_DTYPES:
         raise ValueError(f"mixed_precision={mixed_precision!r} is not supported; use one of {list(_COMPUTE_DTYPES)}")
     gather_once = strategy is Strategy.ZERO2
     if gather_once and reshard_after_forward:
         raise ValueError("zero2 keeps gathered parameters for the whole step; use fsdp to reshard after the forward")
-    groups = shard_groups_of(strategy, topology)
+    mechanism = choose_mechanism(strategy, topology, device_type, intra_node)
+    groups = shard_groups_of(strategy, topology, mechanism)
     notice = None
-    if strategy.is_node_sharded and topology.is_uneven:
+    if strategy.is_node_sharded and topology.is_uneven and mechanism is Mechanism.FSDP2:
         notice = (
             f"nodes have {list(topology.node_sizes)} ranks: shards of different sizes cannot be summed between nodes, "
             f"so {strategy.value} keeps one full copy of the parameters for each rank instead of one for each node"
@@ -102,6 +140,7 @@ def resolve_policies(
     pinned = device_type != "cpu" if pin_memory is None else pin_memory
     return ShardingPolicies(
         strategy=strategy,
+        mechanism=mechanism,
         shard_groups=groups,
         replica_groups=_replica_groups(groups),
         reshard_after_forward=not gather_once if reshard_after_forward is None else reshard_after_forward,
@@ -114,5 +153,6 @@ def resolve_policies(
 
 
 def _replica_groups(shard_groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks with the same place in their shard group. Shard groups have equal sizes (see ``shard_groups_of``)."""
-    return tuple(zip(*shard_groups, strict=True))
+    """Ranks with the same place in their shard group; in smaller groups ranks take several places in turn."""
+    places = range(max(map(len, shard_groups)))
+    return tuple(tuple(group[place % len(group)] for group in shard_groups) for place in places)

@@ -94,6 +94,10 @@ class PreparedModel(ABC):
                 "call accelerator.backward(loss) instead"
             )
 
+    def after_step(self) -> None:
+        """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        return
+
     def mark_used(self, index: int) -> None:
         """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
         if not self.in_backward:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from accelerate_lshdp.engine.buckets import fill_buckets
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
 from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -38,11 +39,12 @@ class ReplicatedModel(PreparedModel):
         module: the model, on its device, identical on all ranks.
         reduction: sums a buffer over all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better.
+        bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
+            the model's size.
     """
 
     def __init__(
-        self, module: nn.Module, reduction: GradientReduction | None, clock: WaitClock, *, bucket_bytes: int
+        self, module: nn.Module, reduction: GradientReduction | None, clock: WaitClock, *, bucket_bytes: int | None
     ) -> None:
         super().__init__(module, clock)
         self.world_size = reduction.group.size() if reduction is not None else 1
@@ -58,22 +60,9 @@ class ReplicatedModel(PreparedModel):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def _fill_buckets(self, bucket_bytes: int) -> list[_Bucket]:
-        """Buckets of one dtype and device each, in the order in which a backward usually produces gradients."""
-        buckets: list[list[tuple[int, nn.Parameter]]] = []
-        sizes: list[int] = []
-        open_bucket: dict[tuple[torch.dtype, torch.device], int] = {}
-        for index, parameter in reversed(list(enumerate(self._parameters))):
-            kind = (parameter.dtype, parameter.device)
-            size = parameter.numel() * parameter.dtype.itemsize
-            place = open_bucket.get(kind)
-            if place is None or sizes[place] + size > bucket_bytes:
-                place = open_bucket[kind] = len(buckets)
-                buckets.append([])
-                sizes.append(0)
-            buckets[place].append((index, parameter))
-            sizes[place] += size
-        return [_Bucket(members) for members in buckets]
+    def _fill_buckets(self, bucket_bytes: int | None) -> list[_Bucket]:
+        buckets = fill_buckets(self._parameters, bucket_bytes)
+        return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
         def gradient_is_ready(parameter: torch.Tensor) -> None:

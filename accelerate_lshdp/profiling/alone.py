@@ -43,7 +43,7 @@ class LoneRank:
         accelerator: gives device, rank and precision.
         strategy: the one to measure.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
-        bucket_megabytes: size of the gradient buckets of ``ddp``.
+        bucket_megabytes: as for ``LSDPPlugin``.
         reduction: gets the gradient buckets of synchronised backwards, None: there are none.
         clock: of what it waits for others.
 
@@ -56,7 +56,7 @@ class LoneRank:
         strategy: Strategy,
         *,
         units: Sequence[str] | None,
-        bucket_megabytes: float,
+        bucket_megabytes: float | None,
         reduction: GradientReduction | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -73,6 +73,8 @@ class LoneRank:
             mixed_precision=accelerator.mixed_precision,
             reshard_after_forward=False if strategy is Strategy.ZERO2 else reshard,
             pin_memory=options.pin_memory,
+            # What FSDP2 itself takes is part of the world-sharded strategies' time.
+            intra_node="collectives" if strategy.is_world_sharded else options.intra_node,
         )
         self._placement = Placement(
             self.policies,
@@ -82,7 +84,7 @@ class LoneRank:
             communication_dtype=options.communication_dtype,
             units=options.units if units is None else tuple(units),
             prefetch=options.prefetch,
-            bucket_bytes=int(bucket_megabytes * 1e6),
+            bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:

@@ -53,7 +53,7 @@ class ProfilingOptions:
         memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
             the host.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
-        bucket_megabytes: size of the gradient buckets of ``ddp``.
+        bucket_megabytes: as for ``LSDPPlugin``; None: those of the accelerator.
 
     Raises:
         ValueError: an impossible value; it says which.
@@ -64,7 +64,7 @@ class ProfilingOptions:
     max_batch: int | None = None
     memory_limit_bytes: int | None = None
     units: tuple[str, ...] | None = None
-    bucket_megabytes: float = 25.0
+    bucket_megabytes: float | None = None
 
     def __post_init__(self) -> None:
         known = [member.value for member in Strategy]
@@ -221,7 +221,7 @@ class _Run:
             self._accelerator,
             self._options.strategy,
             units=self._options.units,
-            bucket_megabytes=self._options.bucket_megabytes,
+            bucket_megabytes=self._options.bucket_megabytes or self._accelerator.lsdp_plugin.bucket_megabytes,
             reduction=noting,
             clock=self._clock,
         )
@@ -285,7 +285,12 @@ class _Run:
     def _make_sender(self) -> GradientReduction | None:
         if self._world_size == 1:
             return None
-        policies = resolve_policies(self._options.strategy, self._topology, device_type=self._accelerator.device.type)
+        policies = resolve_policies(
+            self._options.strategy,
+            self._topology,
+            device_type=self._accelerator.device.type,
+            intra_node=self._accelerator.lsdp_plugin.intra_node,
+        )
         dtype = self._accelerator.lsdp_plugin.communication_dtype
         return make_sender(policies, self._accelerator.process_index, dtype, self._raise_if_another_failed)
 

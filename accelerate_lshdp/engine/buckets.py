@@ -1,0 +1,66 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Which gradients travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+#: Above this a bucket uses the network as well as it can.
+LARGEST_BYTES = 25_000_000
+#: Below this the latency of its messages counts.
+SMALLEST_BYTES = 1_000_000
+#: The last bucket travels when the backward is over, and nothing hides it: so it should be a small part of the model.
+_LEAST_BUCKETS = 12
+
+
+def default_bucket_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """A size of buckets for a model: small enough to begin early and to leave little for the end."""
+    total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
+    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total // _LEAST_BUCKETS))
+
+
+def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[int]]:
+    """Indices of parameters, bucket by bucket, in the order in which a backward usually produces gradients.
+
+    Args:
+        parameters: the trainable ones, in the order of the model.
+        bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``.
+
+    Returns:
+        Buckets of one dtype and device each.
+    """
+    limit = default_bucket_bytes(parameters) if bucket_bytes is None else bucket_bytes
+    buckets: list[list[int]] = []
+    sizes: list[int] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, parameter in reversed(list(enumerate(parameters))):
+        kind = (parameter.dtype, parameter.device)
+        size = parameter.numel() * parameter.dtype.itemsize
+        place = open_bucket.get(kind)
+        if place is None or sizes[place] + size > limit:
+            place = open_bucket[kind] = len(buckets)
+            buckets.append([])
+            sizes.append(0)
+        buckets[place].append(index)
+        sizes[place] += size
+    return buckets
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which rank of a node each bucket belongs to: in turn, the one that has the least so far.
+
+    Args:
+        sizes: of the buckets, bytes or elements.
+        ranks: of the node.
+    """
+    loads = [0] * ranks
+    chosen = []
+    for size in sizes:
+        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        loads[rank] += size
+        chosen.append(rank)
+    return chosen

@@ -1,0 +1,301 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Sums gradients over the ranks of a node in shared memory, and then between nodes, while the backward goes on.
+
+The gradient of a bucket exists once a node. Rank 0 writes its part, rank 1 adds its own, and so on: always in this
+order, so that a run gives the same bits every time. One rank of the node owns the bucket: when all have added, it sums
+the bucket with the owners on other nodes. A thread of each rank does this beside the backward (torch's kernels leave
+the interpreter to the others); what it has done, and what it may do, is in a small table in shared memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
+from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
+
+
+#: How long a thread sleeps when nobody wakes it; it wakes up to look at the clock only.
+_NAP_SECONDS = 1.0
+
+
+class NodeTable:
+    """What each rank of the node has done, in shared memory. Numbers are those of backwards, counted from 1.
+
+    Attributes:
+        entered: the backward that each rank has begun, shape (ranks,).
+        added: the backward whose part each rank has added to each bucket, shape (ranks, buckets).
+        final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
+        arrived: how many barriers each rank has come to, shape (ranks,).
+        posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
+            is written.
+    """
+
+    def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
+        self._shapes = {"entered": (ranks,), "added": (ranks, buckets), "final": (buckets,), "arrived": (ranks,)}
+        self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
+        self._numbers = numbers
+        self._posted_place = layout.place(16 * numbers)
+
+    def map(self, memory: NodeMemory) -> None:
+        """Finds its place in the memory that was made from the layout."""
+        for name, shape in self._shapes.items():
+            setattr(self, name, memory.array(self._places[name], shape, np.int64))
+        self.posted = memory.array(self._posted_place, (2, self._numbers), np.float64)
+
+
+@dataclass
+class SharedBucket:
+    """Some gradients of a node.
+
+    Attributes:
+        buffer: all of them, 1-D, in shared memory.
+        views: of each one.
+        owner: local rank that sums it between nodes and updates its parameters.
+        reduction: sums it between nodes; None on one node, and on ranks that do not own it.
+    """
+
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
+    owner: int
+    reduction: GradientReduction | None
+
+
+@dataclass
+class _Contribution:
+    """This rank's part of a bucket in one backward."""
+
+    backward: int
+    index: int
+    gradients: list[torch.Tensor | None]
+    fresh: list[bool]  # whether a gradient takes the place of what is there, for the first rank
+    synchronise: bool
+
+
+class NodeReduction:
+    """The thread and the calls of the training loop.
+
+    Args:
+        memory: of the node.
+        table: mapped.
+        buckets: in the order in which they are delivered.
+        clock: counts the time spent waiting.
+        timeout_seconds: how long to wait for another rank.
+    """
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        table: NodeTable,
+        buckets: Sequence[SharedBucket],
+        clock: WaitClock,
+        timeout_seconds: float,
+    ) -> None:
+        self.clock = clock
+        self.timeout_seconds = timeout_seconds
+        self._memory = memory
+        self._table = table
+        self._buckets = buckets
+        self._rank = memory.local_rank
+        self._backward = 0
+        self._barriers = 0
+        self._changed = threading.Condition()
+        self._queue: deque[_Contribution] = deque()
+        self._owned: deque[int] = deque()  # owned buckets that wait for the other ranks of the node
+        self._pending: dict[int, PendingReduction | None] = {}
+        self._busy = self._closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name="lshdp-node", daemon=True)
+        self._thread.start()
+
+    # The training loop's calls
+
+    def begin(self) -> None:
+        """A backward begins. From now on other ranks may write where this rank's last gradients are."""
+        self._backward += 1
+        self._table.entered[self._rank] = self._backward
+        self._memory.wake()
+        self._memory.ring()
+
+    def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
+        """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
+
+        Args:
+            index: of the bucket.
+            gradients: one a view of the bucket; None: this rank has none.
+            fresh: for each, whether the sum starts anew, or goes on from earlier backwards.
+            synchronise: whether the sum is to go between nodes after this.
+        """
+        with self._changed:
+            self._queue.append(_Contribution(self._backward, index, gradients, fresh, synchronise))
+            if synchronise and self._buckets[index].owner == self._rank:
+                self._owned.append(index)
+        self._memory.ring()
+
+    def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
+        """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
+
+        Args:
+            synchronise: as in ``ready``.
+            complete: called for each bucket that this rank owns when it holds the sum over all nodes.
+
+        Raises:
+            RuntimeError: another rank has gone, failed, or did not come in time.
+        """
+        table, backward = self._table, self._backward
+        with self.clock.waiting():
+            self._wait(lambda: not self._queue and not self._busy, "add its gradients")
+            if not synchronise:
+                return
+            for index, bucket in enumerate(self._buckets):
+                if bucket.owner == self._rank:
+                    self._wait(lambda index=index: index in self._pending, "add their gradients")
+                    pending = self._pending.pop(index)
+                    if pending is not None:
+                        pending.wait()
+                    complete(index)
+                    table.final[index] = backward
+                    self._memory.wake()
+            self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
+
+    def abandon(self) -> None:
+        """Forgets a backward that failed on all ranks."""
+        with self._changed:
+            self._queue.clear()
+            self._owned.clear()
+            self._changed.wait_for(lambda: not self._busy, timeout=self.timeout_seconds)
+            self._pending.clear()
+
+    def barrier(self) -> None:
+        """Waits until all ranks of the node have come here."""
+        self._barriers += 1
+        self._table.arrived[self._rank] = self._barriers
+        self._memory.wake()
+        with self.clock.waiting():
+            self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), "come to the end of the step")
+
+    def exchange(self, numbers: dict[int, float]) -> np.ndarray:
+        """Posts numbers, each place by one rank of the node, and returns those of all ranks.
+
+        Args:
+            numbers: value by place, from 0.
+
+        Returns:
+            Shape (numbers of the table,); places that nobody posted to hold what they held.
+        """
+        row = self._table.posted[(self._barriers + 1) % 2]
+        for place, value in numbers.items():
+            row[place] = value
+        self.barrier()
+        return row.copy()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._memory.ring()
+            self._thread.join()
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        with self._changed:
+            while not done():
+                if self._error is not None:
+                    raise RuntimeError(f"summing gradients on this node failed: {self._error}") from self._error
+                gone = sorted(self._memory.gone)
+                if gone:
+                    raise NodeMemoryError(
+                        f"local rank {gone[0]} of this node has ended, but was to {what}; its own output says why"
+                    )
+                if time.monotonic() > deadline:
+                    raise NodeMemoryError(
+                        f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them "
+                        "hangs, has left the training loop, or made a different number of backward passes"
+                    )
+                self._changed.wait(timeout=_NAP_SECONDS)
+
+    # The thread
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                if not self._advance():
+                    self._memory.listen(_NAP_SECONDS)
+                    with self._changed:
+                        self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            # The others see that this rank takes part no more.
+            self._memory.close()
+
+    def _advance(self) -> bool:
+        """Does one thing that can be done now; False if there is none."""
+        with self._changed:
+            contribution = self._queue[0] if self._queue and self._may_add(self._queue[0]) else None
+            owned = self._owned[0] if self._owned and self._is_added(self._owned[0]) else None
+            self._busy = contribution is not None or owned is not None
+        if not self._busy:
+            return False
+        if owned is not None:  # before adding more: the network should not wait
+            self._start(owned)
+        else:
+            self._add(contribution)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+        return True
+
+    def _may_add(self, contribution: _Contribution) -> bool:
+        table = self._table
+        if self._rank > 0:
+            return table.added[self._rank - 1, contribution.index] >= contribution.backward
+        # The first rank writes over gradients of the last step: all ranks must have done with them.
+        return bool((table.entered >= contribution.backward).all())
+
+    def _is_added(self, index: int) -> bool:
+        return self._table.added[-1, index] >= self._backward
+
+    def _add(self, contribution: _Contribution) -> None:
+        views = self._buckets[contribution.index].views
+        copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        summed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for view, gradient, fresh in zip(views, contribution.gradients, contribution.fresh, strict=True):
+            first = fresh and self._rank == 0
+            if gradient is None:
+                if first:
+                    view.zero_()
+                continue
+            into, of = copied if first else summed
+            into.append(view)
+            of.append(gradient)
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if summed[0]:
+            torch._foreach_add_(*summed)
+        with self._changed:
+            if self._queue and self._queue[0] is contribution:  # else it was abandoned meanwhile
+                self._queue.popleft()
+        self._table.added[self._rank, contribution.index] = contribution.backward
+        self._memory.wake()
+
+    def _start(self, index: int) -> None:
+        bucket = self._buckets[index]
+        pending = None
+        if bucket.reduction is not None:
+            pending = bucket.reduction.start(bucket.buffer, index, [view.shape for view in bucket.views])
+        with self._changed:
+            if self._owned and self._owned[0] == index:
+                self._owned.popleft()
+                self._pending[index] = pending
