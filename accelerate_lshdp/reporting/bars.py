@@ -9,9 +9,9 @@ from typing import Any
 
 from accelerate_lshdp.reporting import style
 from accelerate_lshdp.reporting.comparison import Group, own_speeds, scaling_efficiency
+from accelerate_lshdp.reporting.numbers import format_number
 from accelerate_lshdp.reporting.results import Case
 from accelerate_lshdp.reporting.style import Drawing, Missing
-from accelerate_lshdp.reporting.tables import format_number
 
 
 _ROW_HEIGHT = 0.29
@@ -69,11 +69,12 @@ def draw_efficiency(group: Group) -> Drawing | Missing:
         share = scaling_efficiency(case, speeds)
         return None if share is None else _Bar(100 * share, f"{100 * share:.0f}%", 100 * share * case.spread)
 
-    alone = " + ".join(f"{speed:.3g}" for speed in speeds) if len(speeds) <= 8 else f"{len(speeds)} ranks"
+    alone = " + ".join(map(format_number, speeds)) if len(speeds) <= 8 else f"{len(speeds)} ranks"
     caption = (
-        f"Samples a second / the sum of what the ranks could do alone ({alone} = {sum(speeds):.3g} samples/s). A"
-        " rank's own speed is the best batch size / compute seconds (forward and backward) that it showed in any case"
-        " of this cluster and model. At 100% no rank would ever wait, send, load data or run the optimizer."
+        "Samples a second / the sum of what the ranks could do alone"
+        f" ({alone} = {format_number(sum(speeds))} samples/s). A rank's own speed is the best batch size / compute"
+        " seconds (forward and backward) that it showed in any case of this cluster and model. At 100% no rank would"
+        " ever wait, send, load data or run the optimizer."
     )
     return _draw(group, bar, "Scaling efficiency", "% of the ranks' own speeds", caption)
 

@@ -80,12 +80,25 @@ def scaling_efficiency(case: Case, speeds: tuple[float, ...]) -> float | None:
     return None if case.samples_per_second is None else case.samples_per_second / sum(speeds)
 
 
+def largest_loss_difference(cases: Iterable[Case]) -> float | None:
+    """How far losses at the same step are apart, at most, as a share of the smaller one; None with fewer than two."""
+    by_step: dict[int, list[float]] = {}
+    for case in cases:
+        for point in case.losses:
+            if point.loss is not None:
+                by_step.setdefault(point.step, []).append(point.loss)
+    differences = [
+        (max(losses) - min(losses)) / min(losses) for losses in by_step.values() if len(losses) > 1 and min(losses) > 0
+    ]
+    return max(differences, default=None)
+
+
 def describe_fastest(group: Group, network: str) -> str | None:
     """One sentence: the strategy with the shortest step of a network, beside its peers; None if there is none."""
     fastest = group.fastest(network)
     if fastest is None:
         return None
-    sentence = f"{network}: {fastest.label} has the shortest step, {fastest.step_seconds:.3g} s"
+    sentence = f"{network}: {fastest.label} has the shortest step, {fastest.step_seconds:.3f} s"
     savings = [(peer.label, fastest.time_saved(peer)) for peer in group.peers(network)]
     compared = [
         f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} than {label}"

@@ -16,6 +16,7 @@ from accelerate_lshdp.reporting.style import Missing
 from accelerate_lshdp.reporting.timeline import draw_timeline
 
 
+_LONGEST_NAME = 80  # characters; file systems allow 255 bytes
 _KINDS = {
     "Throughput": draw_throughput,
     "Scaling efficiency": draw_efficiency,
@@ -72,7 +73,7 @@ def draw_pictures(results: Results, folder: Path) -> list[Picture]:
 
 
 def _file_name(text: str) -> str:
-    return re.sub(r"[^a-z0-9.+-]+", "_", text.lower()).strip("_.") or "model"
+    return re.sub(r"[^a-z0-9.+-]+", "_", text.lower()).strip("_.")[:_LONGEST_NAME] or "model"
 
 
 def _unused(name: str, names: set[str]) -> str:

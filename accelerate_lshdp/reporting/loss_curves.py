@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from accelerate_lshdp.reporting import style
-from accelerate_lshdp.reporting.comparison import Group
+from accelerate_lshdp.reporting.comparison import Group, largest_loss_difference
 from accelerate_lshdp.reporting.results import Case, LossPoint
 from accelerate_lshdp.reporting.style import Drawing, Missing
 
@@ -46,11 +46,13 @@ def draw_losses(group: Group) -> Drawing | Missing:
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("training loss (global batch)")
     style.add_legend(figure, _legend(styles))
-    smoothed = f", mean of {window} steps" if window > 1 else ""
-    caption = (
-        f"Training loss of the global batch{smoothed} against the wall time that the case itself has trained. Cases"
-        " without a lossy format take the same steps on the same samples: they differ only in speed."
-    )
+    smoothed = f", mean of {window} steps," if window > 1 else ""
+    caption = f"Training loss of the global batch{smoothed} against the wall time that the case itself has trained."
+    exact = [case for case in cases if not case.is_peer and not case.is_lossy]
+    differences = [largest_loss_difference(case for case in exact if case.network == name) for name in networks]
+    if any(difference is not None for difference in differences):
+        largest = max(difference for difference in differences if difference is not None)
+        caption += f" At the same step, losses of full-precision cases (peers aside) differ by at most {largest:.1e}."
     if any(point.loss is None for case in cases for point in case.losses):
         caption += " Losses that were not finite are left out."
     return Drawing(figure, caption)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from accelerate_lshdp.reporting.comparison import describe_fastest, group_cases
-from accelerate_lshdp.reporting.gallery import Picture
+from accelerate_lshdp.reporting.gallery import Picture, missing_library
 from accelerate_lshdp.reporting.results import Results
 from accelerate_lshdp.reporting.setting import describe_setting, format_config
 from accelerate_lshdp.reporting.tables import (
@@ -40,6 +40,10 @@ def render_markdown(results: Results, pictures: Sequence[Picture]) -> str:
     parts.append(_escape(STEP_LEGEND))
     if results.limits:
         parts += ["## Limits", _render_table(limits_table(results))]
+    parts.append("## Pictures")
+    missing = missing_library()
+    if missing is not None:
+        parts.append(_escape(missing))
     for picture in pictures:
         if picture.path is None:
             parts.append(f"{_escape(picture.title)}: {_escape(picture.caption)}")

@@ -152,8 +152,8 @@ def _read_case(document: object) -> Case:
     keys = dict(require_object(document, required=_CASE_KEYS))
     for name in _NAMES:
         require_name(keys[name], name, "a name")
-    for name in ("parameters", "total_batch_size"):
-        require_integer(keys[name], name, least=1, most=_LARGEST_COUNT)
+    require_integer(keys["parameters"], "parameters", least=0, most=_LARGEST_COUNT)  # 0: it failed before it was built
+    require_integer(keys["total_batch_size"], "total_batch_size", least=1, most=_LARGEST_COUNT)
     require_number(keys["bits_per_second"], "bits_per_second", positive=True)
     require_boolean(keys["is_peer"], "is_peer")
     keys["nodes"] = _read_integers(keys["nodes"], "nodes", least=1)

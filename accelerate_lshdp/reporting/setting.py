@@ -24,8 +24,10 @@ def describe_setting(results: Results) -> list[tuple[str, str]]:
         case = group.cases[0]
         nodes = " + ".join(map(str, case.nodes))
         totals = ", ".join(map(str, sorted({case.total_batch_size for case in group.cases})))
-        parameters = f"{case.parameters / 1e6:,.1f} M parameters"
-        rows.append((group.title, f"{parameters}, {nodes} ranks on {len(case.nodes)} nodes, global batch {totals}"))
+        parameters = f"{max(case.parameters for case in group.cases) / 1e6:,.1f} M parameters"
+        rows.append((group.title, f"{parameters}, {nodes} ranks by node, global batch {totals}"))
+    if results.config.get("in_process"):
+        rows.append(("emulation", "in one machine's processes, which sleep to be slow; the network is NOT emulated"))
     return [
         *rows,
         ("measured", f"{results.created}, in {results.wall_seconds / 60:.1f} minutes"),

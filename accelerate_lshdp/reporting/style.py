@@ -75,13 +75,11 @@ def new_panels(
     for axes, name in zip(grid, names, strict=False):
         axes.set_title(name, fontsize=10)
         axes.set_axisbelow(True)
+        axes.tick_params(labelbottom=True)  # also where another panel stands below
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     for axes in grid[len(names) :]:
         axes.remove()
-    for place, axes in enumerate(grid[: len(names)]):
-        if place + columns >= len(names):  # nothing stands below it
-            axes.tick_params(labelbottom=True)
     return figure, list(grid[: len(names)])
 
 
@@ -89,6 +87,6 @@ def add_legend(figure: Any, handles: Sequence[Any]) -> None:
     """A legend below all panels, with as many columns as the figure is wide enough for."""
     if not handles:
         return
-    entry = _LETTER_WIDTH * (9 + max(len(handle.get_label()) for handle in handles))  # 9: the sample and the gap
+    entry = _LETTER_WIDTH * (7 + max(len(handle.get_label()) for handle in handles))  # 7: the sample and the gap
     columns = min(len(handles), max(1, int(figure.get_figwidth() / entry)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

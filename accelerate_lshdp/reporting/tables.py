@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from accelerate_lshdp.reporting.comparison import Group
+from accelerate_lshdp.reporting.numbers import format_number
 from accelerate_lshdp.reporting.results import Case, Results
 
 
@@ -38,12 +39,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
-
-
-def format_number(value: float) -> str:
-    """Three digits or more, no exponent: ``0.352``, ``5.00``, ``17.1``, ``12,345``."""
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 1 else 3
-    return f"{value:,.{digits}f}"
 
 
 def step_table(group: Group, network: str) -> Table:
@@ -86,9 +81,9 @@ def detail_table(group: Group, network: str) -> Table:
         (
             case.label,
             _each(case.batch_sizes, str),
-            _each(case.compute_seconds, "{:.3f}".format),
-            _each(case.wait_seconds, "{:.3f}".format),
-            _each(case.optimizer_seconds, "{:.3f}".format),
+            _each(case.compute_seconds, "{:.2f}".format),
+            _each(case.wait_seconds, "{:.2f}".format),
+            _each(case.optimizer_seconds, "{:.2f}".format),
             _each(case.bytes_between_nodes, _megabytes),
             _each(case.bytes_inside_nodes, _megabytes),
             _each(case.peak_pss_bytes, _gigabytes),
@@ -110,7 +105,7 @@ def limits_table(results: Results) -> Table:
         )
         for limit in results.limits
     )
-    return Table("Limits", ("limit", "measured", "allowed", "result"), rows)
+    return Table("What has to hold", ("limit", "measured", "at most", "result"), rows)
 
 
 def _failures(cases: Sequence[Case]) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ from accelerate_lshdp.reporting.results import Case
 from accelerate_lshdp.reporting.style import Drawing, Missing
 
 
+# In the order of drawing: waits lie inside other events and are drawn over them.
 _EVENTS: dict[str, dict[str, Any]] = {
     "data": {"facecolor": style.PURPLE},
     "forward": {"facecolor": style.SKY},
     "backward": {"facecolor": style.BLUE},
-    "wait": {"facecolor": style.ORANGE, "hatch": "////"},
     "optimizer": {"facecolor": style.GREEN},
+    "wait": {"facecolor": style.ORANGE, "hatch": "////"},
 }
 _RANK_HEIGHT = 0.15  # inches
 _HEADING = 1.6  # rows that a strategy's heading takes
@@ -57,7 +58,7 @@ def draw_timeline(group: Group) -> Drawing | Missing:
     style.add_legend(figure, _legend(shown[name] for name in networks))
     caption = (
         "What every rank did in one measured step, from the first event of any rank on. Wait: for other ranks and the"
-        " network. White: nothing was recorded."
+        " network, drawn over what it interrupts. White: nothing was recorded."
     )
     return Drawing(figure, caption)
 
