@@ -26,8 +26,8 @@ from accelerate_lshdp.planning.step_simulation import Segment, Transfer, play_st
 from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
 
 
-#: What a gradient of one byte in fp32 has on the wire. int8: one scale of 4 bytes for each block of 256.
-WIRE_SHARES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 256)}
+#: What a gradient of one byte in fp32 has on the wire. int8: one scale of 4 bytes for each block of 1024.
+WIRE_SHARES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 1024)}
 #: The backward takes about two thirds of a micro-batch: it multiplies matrices twice as often as the forward.
 BACKWARD_SHARE = 2 / 3
 #: Of the engine's own buckets, and of torch's (the first one is small).
