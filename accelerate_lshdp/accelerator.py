@@ -118,7 +118,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             self.topology,
             device=self.device,
             clock=self._clock,
-            communication_dtype=options.communication_dtype,
+            communication=options.communication,
             units=options.units,
             prefetch=options.prefetch,
             bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),

@@ -81,10 +81,6 @@ class GradientReduction(ABC):
             shapes: of the tensors that lie in the buffer one after the other.
         """
 
-    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-        """Bytes that an all-reduce has to sum to send as much as this reduction does for a buffer."""
-        return buffer.numel() * buffer.element_size()
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What this rank keeps from step to step, for a checkpoint."""
         return {}
@@ -123,13 +119,6 @@ class Bf16Reduction(GradientReduction):
         compressed = buffer.to(torch.bfloat16)
         work = dist.all_reduce(compressed, group=self.group, async_op=True)
         return _PendingWork(work, after=lambda: buffer.copy_(compressed))
-
-    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-        return buffer.numel() * torch.bfloat16.itemsize
-
-
-#: Formats without state; ``reductions.py`` knows all.
-REDUCTIONS: dict[str, type[GradientReduction]] = {"fp32": ExactReduction, "bf16": Bf16Reduction}
 
 
 class OrderedReductions:

@@ -150,5 +150,7 @@ class Int8Reduction(TwoMessageReduction):
     def make_buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
         return _Int8Buffer(self, buffer.numel(), buffer.device)
 
-    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-        return buffer.numel() + -(-buffer.numel() // BLOCK) * _SCALE_BYTES
+
+def int8_bytes(size: int) -> int:
+    """Bytes of integers and scales for so many elements."""
+    return size + -(-size // BLOCK) * _SCALE_BYTES

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from accelerate_lshdp.engine.collectives import (
-    REDUCTIONS,
     GradientReduction,
     TimedAllGather,
     TimedReduceScatter,
@@ -18,11 +17,13 @@ from accelerate_lshdp.engine.groups import ProcessGroups
 from accelerate_lshdp.engine.node_shared import NodeSharedModel
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
+from accelerate_lshdp.engine.reductions import make_reduction
 from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.sharding import ShardedModel
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.engine.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
 from accelerate_lshdp.engine.units import choose_units
+from accelerate_lshdp.plan_sections import Communication
 
 
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -36,7 +37,7 @@ class Placement:
         topology: nodes and ranks.
         device: where the forward runs.
         clock: counts the time spent in communication.
-        communication_dtype: precision of gradients between nodes.
+        communication: how gradients travel between nodes.
         units: names of the units, None: chosen from the model.
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
@@ -50,7 +51,7 @@ class Placement:
         *,
         device: torch.device,
         clock: WaitClock,
-        communication_dtype: str,
+        communication: Communication,
         units: tuple[str, ...] | None,
         prefetch: int,
         bucket_bytes: int | None,
@@ -60,12 +61,13 @@ class Placement:
         self.topology = topology
         self.device = device
         self.clock = clock
-        self.communication_dtype = communication_dtype
+        self.communication = communication
         self.units = units
         self.prefetch = prefetch
         self.bucket_bytes = bucket_bytes
         self.reduction = reduction
         self.groups = ProcessGroups()
+        self._made: list[GradientReduction] = []
 
     def place(self, model: nn.Module) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
@@ -75,7 +77,10 @@ class Placement:
         """
         if self.topology.world_size > 1:
             broadcast_initial_state(model, self.device)
-        return self.arrange(model)
+        self._made.clear()
+        prepared = self.arrange(model)
+        prepared.reductions = tuple(self._made)
+        return prepared
 
     def arrange(self, model: nn.Module) -> PreparedModel:
         """Shards a model, or lays out its buckets; collective only in making process groups that do not exist yet, and
@@ -116,7 +121,7 @@ class Placement:
         """How a unit's parameters are gathered from its shard group, and its gradients scattered over it."""
         if not self.policies.strategy.is_world_sharded:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock)
-        dtype = _WIRE_DTYPES[self.communication_dtype]
+        dtype = _WIRE_DTYPES[self.communication.dtype]
         nodes, rank = self.topology.node_groups, self.topology.rank
         if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype)
@@ -129,8 +134,11 @@ class Placement:
             return None
         if self.reduction is not None:
             return self.reduction
-        group = self.groups.of_partition(partition, self.topology.rank)
-        return REDUCTIONS[self.communication_dtype](group)
+        return self._make_reduction(self.groups.of_partition(partition, self.topology.rank))
+
+    def _make_reduction(self, group: dist.ProcessGroup) -> GradientReduction:
+        self._made.append(make_reduction(self.communication, group))
+        return self._made[-1]
 
     def _reduction_of(self, ranks: tuple[int, ...]) -> GradientReduction | None:
         """What sums gradients over some ranks (collective over the world, members or not); None for one rank."""

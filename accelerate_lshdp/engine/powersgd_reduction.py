@@ -235,9 +235,10 @@ class PowerSGDReduction(TwoMessageReduction):
     def make_buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
         return _PowerSGDBuffer(self, buffer, index, _Layout.of(buffer.numel(), shapes, self.rank))
 
-    def wire_bytes(self, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-        p, q, rest = _Layout.of(buffer.numel(), shapes, self.rank).numbers(self.rank)
-        return (p + q + rest + (p if self.has_unlike_processors else 0)) * max(4, buffer.element_size())
+
+def powersgd_bytes(size: int, shapes: Sequence[torch.Size], rank: int) -> int:
+    """Bytes of both messages for a buffer of so many elements, on processors of one kind, in fp32."""
+    return sum(_Layout.of(size, shapes, rank).numbers(rank)) * torch.float32.itemsize
 
 
 def _same_on_all_ranks(count: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 
 
 class PreparedModel(ABC):
@@ -27,6 +27,7 @@ class PreparedModel(ABC):
         in_backward: whether a backward was begun and not finished.
         bypassed: whether autograd produced gradients outside ``begin_backward`` and ``finish_backward``.
         took_part: whether autograd produced gradients for this model since ``begin_backward``.
+        reductions: what sums its gradients between ranks, with what that keeps from step to step.
         requires_synchronisation: False inside ``no_sync``.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
@@ -34,6 +35,7 @@ class PreparedModel(ABC):
 
     module: nn.Module
     loss_multiplier: float = 1.0
+    reductions: tuple[GradientReduction, ...] = ()
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module

@@ -81,7 +81,7 @@ class LoneRank:
             Topology(accelerator.process_index, (1,) * accelerator.num_processes),
             device=self.device,
             clock=self.clock,
-            communication_dtype=options.communication_dtype,
+            communication=options.communication,
             units=options.units if units is None else tuple(units),
             prefetch=options.prefetch,
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
+from accelerate_lshdp.engine.reductions import wire_bytes
+from accelerate_lshdp.plan_sections import Communication
 from accelerate_lshdp.planning.curves import TimeCurve
 
 
@@ -34,18 +36,18 @@ class NotingReduction(GradientReduction):
 
     Args:
         group: the ranks that would share the gradients.
-        wire_dtype: precision in which they would travel, None: their own.
+        communication: how they would travel.
         clock: seconds, monotonic; devices with streams are asked for their own time.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        wire_dtype: torch.dtype | None,
+        communication: Communication,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(group)
-        self._wire_dtype = wire_dtype
+        self._communication = communication
         self._clock = clock
         self._began: float | torch.Event = 0.0
         self._noted: list[float | torch.Event] = []
@@ -60,7 +62,7 @@ class NotingReduction(GradientReduction):
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         self._noted.append(self._now(buffer.device))
-        self.bucket_bytes.append(buffer.numel() * (self._wire_dtype or buffer.dtype).itemsize)
+        self.bucket_bytes.append(wire_bytes(self._communication, buffer, shapes))
         return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer, index, shapes)
 
     def seconds(self) -> list[float]:

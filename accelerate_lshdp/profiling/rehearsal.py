@@ -17,8 +17,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.collectives import REDUCTIONS, GradientReduction, PendingReduction
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
 from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.plan_sections import Communication
 from accelerate_lshdp.planning.curves import TimeCurve
 from accelerate_lshdp.profiling.measured import MeasuredRank
 
@@ -127,7 +129,7 @@ class _Watched(PendingReduction):
 
 
 def make_sender(
-    policies: ShardingPolicies, rank: int, communication_dtype: str, raise_if_another_failed: Callable[[], None]
+    policies: ShardingPolicies, rank: int, communication: Communication, raise_if_another_failed: Callable[[], None]
 ) -> GradientReduction | None:
     """What sends a rank's gradients between nodes as its strategy does (collective: it makes process groups).
 
@@ -139,4 +141,4 @@ def make_sender(
     # Groups of its own: what a failed rank leaves unanswered must not get mixed up with other messages.
     groups = {ranks: dist.new_group(list(ranks)) for ranks in policies.replica_groups}
     mine = next(group for ranks, group in groups.items() if rank in ranks)
-    return SharedPart(REDUCTIONS[communication_dtype](mine), len(policies.shard_groups[0]), raise_if_another_failed)
+    return SharedPart(make_reduction(communication, mine), len(policies.shard_groups[0]), raise_if_another_failed)

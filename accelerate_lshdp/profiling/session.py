@@ -205,8 +205,7 @@ class _Run:
     def _noting(self) -> NotingReduction | None:
         if self._world_size == 1:
             return None
-        compressed = self._accelerator.lsdp_plugin.communication_dtype == "bf16"
-        return NotingReduction(dist.group.WORLD, torch.bfloat16 if compressed else None, self._clock)
+        return NotingReduction(dist.group.WORLD, self._accelerator.lsdp_plugin.communication, self._clock)
 
     def _describe(self) -> ProfiledScript:
         parameters = list(self._subject.model.parameters())
@@ -291,8 +290,8 @@ class _Run:
             device_type=self._accelerator.device.type,
             intra_node=self._accelerator.lsdp_plugin.intra_node,
         )
-        dtype = self._accelerator.lsdp_plugin.communication_dtype
-        return make_sender(policies, self._accelerator.process_index, dtype, self._raise_if_another_failed)
+        communication = self._accelerator.lsdp_plugin.communication
+        return make_sender(policies, self._accelerator.process_index, communication, self._raise_if_another_failed)
 
     def _raise_if_another_failed(self) -> None:
         if self._together.posted_by_any("failure"):
