@@ -152,10 +152,10 @@ def _tbf(network: NetworkDescription) -> str:
     force the cut, so it holds at least one; at high rates it holds what passes in a millisecond, lest the timer's
     resolution limit the rate. The rate counts the headers that the packets would have had.
 
-    The queue holds what passes in 50 ms, about what the port of a switch can hold. Several nodes that send to one fill
-    it, and TCP has to slow down, as it would have to on a real switch.
+    The queue holds what passes in 10 ms, as the port of a switch does. It fills when several nodes send to one: a much
+    longer one would delay all else on the link, with a much shorter one TCP loses segments and waits for its timers.
     """
     bytes_per_second = network.bits_per_second / 8
-    burst = max(72_000, round(bytes_per_second * 1e-3))
-    limit = max(4 * burst, round(bytes_per_second * 50e-3))
+    burst = max(72_000, round(bytes_per_second * 4e-3))
+    limit = max(4 * burst, round(bytes_per_second * 10e-3))
     return f"tbf rate {network.bits_per_second:.0f}bit burst {burst} limit {limit}"

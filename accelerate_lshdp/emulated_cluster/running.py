@@ -45,11 +45,9 @@ def run_on_nodes(
             processes.append(process)
             readers.append(threading.Thread(target=_show, args=(node, process.stdout, one_line), daemon=True))
             readers[-1].start()
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes):
-                break
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
             if deadline is not None and time.monotonic() > deadline:
-                late = [node for node, process in enumerate(processes) if process.poll() is None]
+                late = [node for node, code in enumerate(codes) if code is None]
                 raise TimeoutError(f"nodes {late} had not ended after {timeout:g} s")
             time.sleep(0.02)
     finally:
