@@ -93,6 +93,7 @@ class Placement:
             return NodeSharedModel(
                 model,
                 self.topology,
+                self.groups.of_partition(self.topology.node_groups, self.topology.rank),
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
@@ -145,7 +146,7 @@ class Placement:
         if len(ranks) == 1:
             return None
         group = self.groups.of_ranks(ranks)
-        return REDUCTIONS[self.communication_dtype](group) if self.topology.rank in ranks else None
+        return self._make_reduction(group) if self.topology.rank in ranks else None
 
 
 def _timeout_seconds() -> float:
