@@ -173,11 +173,12 @@ def test_limits_table_says_what_is_broken() -> None:
         {"name": "bytes", "value": 0.034, "limit": 0.02, "holds": False},
         {"name": "memory", "value": None, "limit": 0.75, "holds": False},
     ]
-    rows = limits_table(read_results(document)).rows
-    assert [row[1:] for row in rows] == [
+    table = limits_table(read_results(document))
+    assert table.alarming == {1, 2}
+    assert [row[1:] for row in table.rows] == [
         ("0.31", "0.28", "holds"),
         ("0.034", "0.02", "BROKEN"),
-        ("not measured", "0.75", "BROKEN"),
+        ("not measured", "0.75", "NOT SHOWN"),
     ]
 
 
@@ -388,7 +389,7 @@ def test_page_escapes_everything() -> None:
     page = _Page(text)
     assert "script" not in {tag for tag, _ in page.tags} and "<script" not in text
     assert HOSTILE in "".join(page.texts["code"]) and HOSTILE in "".join(page.texts["pre"])
-    assert "Limits broken" in text
+    assert "Limits that do not hold" in text
 
 
 # ---- what it needs --------------------------------------------------------------------------------------------------

@@ -126,6 +126,11 @@ class Limit:
     limit: float
     holds: bool
 
+    @property
+    def verdict(self) -> str:
+        """``holds``, ``BROKEN``, or ``NOT SHOWN`` where it could not be measured."""
+        return "holds" if self.holds else "NOT SHOWN" if self.value is None else "BROKEN"
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -20,7 +20,7 @@ OWN, LOSSY, PEER = BLUE, ORANGE, GREY
 MARKERS = "os^Dv<>"
 _DPI = 130
 _PANELS_IN_A_ROW = 3
-_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 0.08, 0.12  # inches
+_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 0.07, 0.12  # inches
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,14 @@ class Table:
         columns: the headings; the first column names the row, the others hold figures.
         rows: one string a column.
         notes: what is said below the table, one sentence an entry: cases that failed, with their errors.
+        alarming: places of rows that must not be overlooked: failures, limits that do not hold.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    alarming: frozenset[int] = frozenset()
 
 
 def step_table(group: Group, network: str) -> Table:
@@ -67,7 +69,8 @@ def step_table(group: Group, network: str) -> Table:
                 _percent(case.prediction_error, "+.1%"),
             )
         )
-    return Table(f"{group.title}, {network}", columns, tuple(rows), _failures(cases))
+    failed = frozenset(place for place, case in enumerate(cases) if case.error is not None)
+    return Table(f"{group.title}, {network}", columns, tuple(rows), _failures(cases), failed)
 
 
 def detail_table(group: Group, network: str) -> Table:
@@ -101,11 +104,12 @@ def limits_table(results: Results) -> Table:
             limit.name,
             "not measured" if limit.value is None else f"{limit.value:.4g}",
             f"{limit.limit:.4g}",
-            "holds" if limit.holds else "BROKEN",
+            limit.verdict,
         )
         for limit in results.limits
     )
-    return Table("What has to hold", ("limit", "measured", "at most", "result"), rows)
+    broken = frozenset(place for place, limit in enumerate(results.limits) if not limit.holds)
+    return Table("What has to hold", ("limit", "measured", "at most", "result"), rows, alarming=broken)
 
 
 def _failures(cases: Sequence[Case]) -> tuple[str, ...]:

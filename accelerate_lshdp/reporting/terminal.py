@@ -49,8 +49,8 @@ def _print_table(table: Table) -> None:
     shown = RichTable(title=Text(table.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for place, name in enumerate(table.columns):  # one word a line keeps columns narrow
         shown.add_column(Text("\n".join(name.split())), justify="right" if place else "left", no_wrap=True)
-    for row in table.rows:  # Text: names and errors may hold what rich takes for markup
-        shown.add_row(*map(Text, row), style="bold red" if row[-1] == "BROKEN" else None)
+    for place, row in enumerate(table.rows):  # Text: names and errors may hold what rich takes for markup
+        shown.add_row(*map(Text, row), style="bold red" if place in table.alarming else None)
     console = Console(highlight=False)
     # Where the table is wider than the terminal, lines wrap: better than figures that are cut off.
     width = Measurement.get(console, console.options.update(width=10_000), shown).maximum

@@ -60,6 +60,8 @@ def draw_timeline(group: Group) -> Drawing | Missing:
         "What every rank did in one measured step, from the first event of any rank on. Wait: for other ranks and the"
         " network, drawn over what it interrupts. White: nothing was recorded."
     )
+    if any(case.is_peer for name in networks for case in shown[name]):
+        caption += " Peers: torch waits inside forward and backward, which do not tell when."
     return Drawing(figure, caption)
 
 
