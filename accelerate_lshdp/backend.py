@@ -7,6 +7,8 @@ import os
 import torch
 from accelerate.state import PartialState
 
+from accelerate_lshdp.engine.cpu_binding import settle_on_cores
+
 
 def has_accelerator(*, several_ranks: bool) -> bool:
     """Whether torch has a device other than the CPU on which one rank, or several together, can train."""
@@ -26,6 +28,8 @@ def prepare_environment() -> bool:
     ``ACCELERATE_USE_FSDP`` that comes with it is dropped: accelerate would build a plugin that is not used, and
     transformers would leave the weights of all ranks but the first empty in ``from_pretrained``.
 
+    CPU ranks get their share of the node's cores (``settle_on_cores``).
+
     Returns:
         Whether training runs on the CPU.
     """
@@ -34,6 +38,7 @@ def prepare_environment() -> bool:
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+        settle_on_cores()
     return on_cpu
 
 

@@ -35,7 +35,7 @@ examples:
 Every node needs the plan file. On several nodes, gloo and NCCL connect through the interface that the host name
 resolves to. Where that is the loopback (as on Debian and Ubuntu) or another network than the nodes share, name the
 right one in the environment of each node: GLOO_SOCKET_IFNAME=eth0 for CPUs, also NCCL_SOCKET_IFNAME=eth0 for GPUs.
-OMP_NUM_THREADS, where it is not set, becomes cores / ranks of this node.
+OMP_NUM_THREADS, where it is not set, becomes cores / ranks of this node, and CPU ranks get cores of their own.
 """
 
 
@@ -214,10 +214,11 @@ def _set_environment(plan_path: str | None, config: ClusterConfig) -> None:
 
 def _usable_cores() -> int:
     """Physical cores that this process may use, as far as the system tells."""
-    import psutil
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    from accelerate_lshdp.engine.cpu_cores import allowed_cores, cpu_quota, usable_cores
 
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, psutil.cpu_count(logical=False) or allowed)
+    return usable_cores(allowed_cores(os.sched_getaffinity(0)), cpu_quota())
 
 
 def _local_device() -> str:
