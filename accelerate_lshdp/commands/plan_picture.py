@@ -12,12 +12,9 @@ import numpy as np
 from accelerate_lshdp.commands.byte_sizes import format_speed
 from accelerate_lshdp.commands.plan_prediction import Prediction
 from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.reporting import style
 
 
-# The Okabe-Ito palette, which colour-blind readers can tell apart; ranks also differ in markers, bars in hatching.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_MARKERS = "os^Dv<>"
-_EQUAL, _PLAN = "#E69F00", "#0072B2"
 _MOST_NAMED_RANKS = 14  # a longer legend would hide the curves
 
 
@@ -30,30 +27,25 @@ def draw_picture(profile: Profile, planned: Prediction, equal: Prediction | None
         equal: an equal split of the same total; None if it does not fit.
         path: the file to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed, and pyplot's global state stays untouched
+    figure = style.new_figure(12, 5)
     curves, bars = figure.subplots(1, 2, width_ratios=(1.2, 1))
     _draw_curves(curves, profile, planned)
     _draw_bars(bars, planned, equal)
     for axes in (curves, bars):
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        style.hide_frame(axes)
     speed = f"{planned.step_seconds:.3g} s, {format_speed(planned.samples_per_second)} samples/s (predicted)"
     figure.suptitle(
         f"{sum(planned.batch_sizes)} samples a step: {speed}",
         fontsize=13,
         fontweight="bold",
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=style.DPI)
 
 
 def _draw_curves(axes: Any, profile: Profile, planned: Prediction) -> None:
     """Seconds by micro-batch size: what was measured, with its spread, the planner's curve, and the chosen sizes."""
     named = len(profile.ranks) <= _MOST_NAMED_RANKS
-    styles = islice(cycle(zip(_COLOURS, _MARKERS, strict=True)), len(profile.ranks))
+    styles = islice(cycle(zip(style.PALETTE, style.MARKERS, strict=True)), len(profile.ranks))
     for rank, (size, steps), (colour, marker) in zip(profile.ranks, planned.micro_batches, styles, strict=True):
         measured, seconds = np.array(rank.time.batch_sizes), np.array(rank.time.seconds)
         axes.errorbar(
@@ -86,7 +78,7 @@ def _draw_bars(axes: Any, planned: Prediction, equal: Prediction | None) -> None
     """Compute seconds of every rank, equal split beside plan."""
     from matplotlib.ticker import MaxNLocator
 
-    runs = [("equal batches", equal, _EQUAL, "///"), ("plan", planned, _PLAN, None)]
+    runs = [("equal batches", equal, style.ORANGE, "///"), ("plan", planned, style.BLUE, None)]
     shown = [run for run in runs if run[1] is not None]
     ranks = np.arange(len(planned.compute_seconds))
     width = 0.8 / len(shown)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accelerate_lshdp.reporting.style import BLUE, DPI, ORANGE, hide_frame, new_figure
+
 
 NAMES = {"ddp_equal": "DDP, equal batches", "lshdp": "LSHDP, planned batches"}
-# From the Okabe-Ito palette, which colour-blind readers can tell apart; the two bars also differ in hatching.
-_COMPUTE, _WAIT, _OTHER = "#0072B2", "#E69F00", "#BBBBBB"
-_DDP_CURVE, _LSHDP_CURVE = "#E69F00", "#0072B2"
+_COMPUTE, _WAIT, _OTHER = BLUE, ORANGE, "#BBBBBB"
+_DDP_CURVE, _LSHDP_CURVE = ORANGE, BLUE
 
 
 def saving(results: dict[str, Any]) -> float:
@@ -69,16 +70,12 @@ def _caption(results: dict[str, Any]) -> str:
 
 def draw_picture(results: dict[str, Any], path: Path) -> None:
     """Draws how long each rank computes and waits in a step, and both loss curves, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed, and pyplot's global state stays untouched
+    figure = new_figure(11, 4.6)
     bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_bars(bars, results)
     _draw_curves(curves, results)
     figure.suptitle(_title(results), fontsize=13, fontweight="bold")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw_bars(axes: Any, results: dict[str, Any]) -> None:
@@ -108,8 +105,7 @@ def _draw_bars(axes: Any, results: dict[str, Any]) -> None:
     axes.set_ylim(min(places) - 0.6, 1.1)
     axes.set_xlim(0, longest * 1.03)
     axes.set_xlabel("seconds of one step (median)")
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    hide_frame(axes, "top", "right", "left")
     axes.tick_params(axis="y", length=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
 
@@ -128,7 +124,6 @@ def _draw_curves(axes: Any, results: dict[str, Any]) -> None:
     axes.set_ylabel("training loss (global batch)")
     axes.set_ylim(bottom=0)
     axes.set_title(f"Same loss curve: at most {largest_loss_difference(results):.0e} apart", fontsize=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    hide_frame(axes)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="upper right")

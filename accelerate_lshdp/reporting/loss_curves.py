@@ -13,7 +13,6 @@ from accelerate_lshdp.reporting.results import Case, LossPoint
 from accelerate_lshdp.reporting.style import Drawing, Missing
 
 
-_COLOURS = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.SKY, style.ORANGE, style.BLACK)
 _GREYS = ("#D0D0D0", "#A8A8A8", "#808080")
 _DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))
 _MARKS_ON_A_CURVE = 6
@@ -80,8 +79,8 @@ def _styles(cases: list[Case], labels: tuple[str, ...]) -> dict[str, dict[str, A
             styles[label] = {"color": _GREYS[grey % len(_GREYS)], "linewidth": 5, "zorder": 1}
             grey += 1
         elif label in shown:
-            colour, marker = _COLOURS[own % len(_COLOURS)], style.MARKERS[own % len(style.MARKERS)]
-            dashes = _DASHES[own // len(_COLOURS) % len(_DASHES)]
+            colour, marker = style.PALETTE[own % len(style.PALETTE)], style.MARKERS[own % len(style.MARKERS)]
+            dashes = _DASHES[own // len(style.PALETTE) % len(_DASHES)]
             styles[label] = {"color": colour, "marker": marker, "linestyle": dashes, "linewidth": 1.3, "markersize": 4}
             own += 1
     return styles

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 
-# The Okabe-Ito palette, which colour-blind readers can tell apart, less its yellow, which is weak on white.
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
-    *("#000000", "#E69F00", "#56B4E9", "#009E73"),
-    *("#0072B2", "#D55E00", "#CC79A7"),
+# The Okabe-Ito palette, which colour-blind readers can tell apart, less its yellow, which is weak on white. Kinds also
+# differ in markers, hatching or dashes.
+BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, BLACK = PALETTE = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#E69F00", "#000000"),
 )
 GREY = "#999999"
 OWN, LOSSY, PEER = BLUE, ORANGE, GREY
 MARKERS = "os^Dv<>"
-_DPI = 130
+DPI = 130
 _PANELS_IN_A_ROW = 3
 _LETTER_WIDTH, _TITLE_LETTER_WIDTH = 0.07, 0.12  # inches
 
@@ -32,7 +33,7 @@ class Drawing:
 
     def save(self, path: Path) -> None:
         """Writes a PNG."""
-        self.figure.savefig(path, dpi=_DPI)
+        self.figure.savefig(path, dpi=DPI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,22 @@ class Missing:
     """Why there is no picture."""
 
     reason: str
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure of matplotlib; inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no display is needed, and pyplot's global state stays untouched
+    return figure
+
+
+def hide_frame(axes: Any, *sides: str) -> None:
+    """Leaves out sides of the frame, ``top`` and ``right`` if none is named."""
+    for side in sides or ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def new_panels(
@@ -61,23 +78,18 @@ def new_panels(
         label_width: inches left of the first panel of a row.
         share_x: whether the horizontal axis is the same, too.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(len(names), _PANELS_IN_A_ROW)
     rows = -(-len(names) // columns)
-    size = (label_width + columns * panel_width, 1.3 + rows * panel_height)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed, and pyplot's global state stays untouched
+    width = label_width + columns * panel_width
+    figure = new_figure(width, 1.3 + rows * panel_height)
     grid = figure.subplots(rows, columns, sharex=share_x, sharey=True, squeeze=False).flatten()
-    title = textwrap.fill(title, int(size[0] / _TITLE_LETTER_WIDTH))
+    title = textwrap.fill(title, int(width / _TITLE_LETTER_WIDTH))
     figure.suptitle(title, fontsize=12, fontweight="bold")
     for axes, name in zip(grid, names, strict=False):
         axes.set_title(name, fontsize=10)
         axes.set_axisbelow(True)
         axes.tick_params(labelbottom=True)  # also where another panel stands below
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        hide_frame(axes)
     for axes in grid[len(names) :]:
         axes.remove()
     return figure, list(grid[: len(names)])

@@ -50,7 +50,7 @@ def draw_timeline(group: Group) -> Drawing | Missing:
         axes.set_xlabel("seconds since the step began")
         axes.grid(axis="x", alpha=0.25)
         axes.tick_params(axis="y", length=0, labelsize=6.5)
-        axes.spines["left"].set_visible(False)
+        style.hide_frame(axes, "left")
     rows = [top + _HEADING + rank + 0.5 for top in tops for rank in range(ranks)]
     panels[0].set_yticks(rows, [f"rank {rank}" for _ in labels for rank in range(ranks)])
     panels[0].set_ylim(tops[-1] + _HEADING + ranks + 0.5, 0)
