@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from accelerate_lshdp.benchmarking.cases import FULL_PRECISION
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
 from accelerate_lshdp.benchmarking.launches import Launch
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
-from accelerate_lshdp.benchmarking.planned import Knowledge, micro_batches_of, predicted_seconds
+from accelerate_lshdp.benchmarking.planned import Format, Knowledge, micro_batches_of, read_formats
 from accelerate_lshdp.benchmarking.rank_processes import RankError
 from accelerate_lshdp.emulated_cluster import ClusterError
 from accelerate_lshdp.planning import PlanningError
-from accelerate_lshdp.planning.strategy_time import ModelSize
+from accelerate_lshdp.planning.cluster_model import ModelSize
+from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.profiling.measured import read_network
 
 
 START_SECONDS = 180.0
@@ -52,6 +55,7 @@ class ClusterBenchmark:
         self._launch = launch
         self._say = say
         self._knowledge: Knowledge | None = None
+        self._formats: dict[str, Format] = {}
         self._size: ModelSize | None = None
         nodes = [node.ranks for node in config.clusters[cluster]]
         self._ranks = sum(nodes)
@@ -70,9 +74,8 @@ class ClusterBenchmark:
                     self._measure_in_turns(launch, network)
         else:
             with self._noting_failures(self.measurements):
-                if self.config.profile_seconds:
-                    with self._built() as launch:
-                        self._learn(launch)
+                with self._built() as launch:
+                    self._learn(launch)
         if self.config.memory or not self.config.interleaved:
             for case in self.config.cases:
                 self._measure_alone([m for m in self.measurements if m.case == case and m.error is None])
@@ -100,24 +103,38 @@ class ClusterBenchmark:
                 measurement.parameters = told["parameters"]
             yield launch
 
+    def _measure_formats(self, launch: Launch) -> None:
+        """What the formats send and take; CPU seconds are the same at any speed."""
+        names = sorted({FULL_PRECISION, *(case.communication_dtype for case in self.config.cases)})
+        told = launch.call("measure_formats", timeout=BUILD_SECONDS, names=names)
+        self._formats = read_formats(told, launch.node_sizes)
+
     def _learn(self, launch: Launch) -> None:
         """Profiles the ranks on the first network, and measures every other one."""
+        self._measure_formats(launch)
         seconds = self.config.profile_seconds
         if not seconds:
             return
         self._say(f"profiling the ranks for {seconds:g} s")
         launch.call("prepare_profile", timeout=BUILD_SECONDS)
-        networks: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         for name, network in self.config.networks.items():
             with launch.as_described(network):
-                if not networks:
+                if not measured:
                     most = self.config.total_batch_size - self._ranks + 1
                     profile = launch.call("profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most)[0]
-                    networks[name] = profile["network"]
+                    measured[name] = profile["network"]
                 else:
                     told = launch.call("measure_network", timeout=BUILD_SECONDS, seconds=NETWORK_SECONDS)
-                    networks[name] = told[0]
-        self._knowledge = Knowledge.from_documents(profile, networks, self._size)
+                    measured[name] = told[0]
+        self._knowledge = Knowledge(
+            nodes=launch.nodes,
+            profile=Profile.from_dict(profile),
+            networks={name: (self.config.networks[name], read_network(network)) for name, network in measured.items()},
+            model=self._size,
+            formats=self._formats,
+            shared_memory=launch.call("uses_shared_memory")[0],
+        )
 
     # Measuring
 
@@ -165,11 +182,13 @@ class ClusterBenchmark:
             measurement.micro_batches = micro_batches_of(
                 case, measurement.total_batch_size, self._ranks, self._knowledge, measurement.network
             )
-            measurement.predicted_seconds = predicted_seconds(
-                case, measurement.micro_batches, self._knowledge, measurement.network
-            )
             most = max(steps for _, steps in measurement.micro_batches)
-            measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most)
+            wire_bytes = self._formats[case.communication_dtype].wire_bytes
+            measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most, wire_bytes)
+            if self._knowledge is not None:
+                measurement.predicted_seconds = self._knowledge.predicted_seconds(
+                    case, measurement.micro_batches, measurement.network
+                )
         launch.call(
             "begin",
             timeout=BUILD_SECONDS,
@@ -211,7 +230,7 @@ class ClusterBenchmark:
         try:
             work(measurement)
         except _FAILURES as error:
-            measurement.error = str(error)
+            measurement.error = _summary(error)
             self._say(f"{measurement.name} failed: {error}")
             if isinstance(error, RankError) and not error.ranks_usable:
                 raise
@@ -225,7 +244,11 @@ class ClusterBenchmark:
             self._say(f"the processes are lost: {error}")
             for measurement in measurements:
                 if measurement.error is None and (measurement.timeline is None or not self.config.interleaved):
-                    measurement.error = f"the processes were lost before it had finished: {error}"
+                    measurement.error = f"the processes were lost before it had finished: {_summary(error)}"
+
+
+def _summary(error: Exception) -> str:
+    return error.summary if isinstance(error, RankError) else str(error)
 
 
 def _difference(before: Sequence[Any], after: Sequence[Any]) -> list[list[int] | None]:

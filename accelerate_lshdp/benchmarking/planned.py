@@ -1,39 +1,104 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What is known of a cluster's ranks and network before training: planned batch sizes and predicted step times."""
+"""What is measured of a cluster before training, and what follows from it: batch sizes and predicted step times."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import EQUAL, PLAN, Case, equal_sizes
+from accelerate_lshdp.emulated_cluster.description import NetworkDescription, NodeDescription
 from accelerate_lshdp.planning import plan_fixed_total
-from accelerate_lshdp.planning.strategy_time import WIRE_SHARES, ModelSize
+from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.network import Link
+from accelerate_lshdp.planning.step_simulation import Processors
+from accelerate_lshdp.planning.strategy_time import predict_step
 from accelerate_lshdp.profiling.documents import Profile
-from accelerate_lshdp.profiling.measured import Network, read_network
+from accelerate_lshdp.profiling.measured import Network
+
+
+#: Of the emulated nodes' CPU quotas.
+QUOTA_PERIOD_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a format for gradients sends and takes.
+
+    Args:
+        wire_bytes: of all gradients of the model: an all-reduce of so many sends as much.
+        handling: CPU seconds of one core.
+    """
+
+    wire_bytes: float
+    handling: Handling
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """One profiling run, and each network as measured under the cluster's speeds.
+    """What was measured before training.
 
     Args:
-        profile: of the ranks.
-        networks: by name.
-        size: of the model.
+        nodes: of the cluster.
+        profile: of the ranks, at the nodes' speeds, for ``lsdp`` in full precision.
+        networks: by name, each as described and as measured at the nodes' speeds.
+        model: its size.
+        formats: by name, those that the benchmark compares.
+        shared_memory: whether node-sharded strategies use shared memory inside nodes.
     """
 
+    nodes: Sequence[NodeDescription]
     profile: Profile
-    networks: Mapping[str, Network]
-    size: ModelSize
+    networks: Mapping[str, tuple[NetworkDescription, Network]]
+    model: ModelSize
+    formats: Mapping[str, Format]
+    shared_memory: bool
 
-    @classmethod
-    def from_documents(cls, profile: Any, networks: Mapping[str, Any], size: ModelSize) -> Knowledge:
-        """From what the ranks told."""
-        return cls(
-            Profile.from_dict(profile), {name: read_network(network) for name, network in networks.items()}, size
+    def batches(self, case: Case, total: int, network: str) -> list[tuple[int, int]]:
+        """The plan for a case: (micro-batch size, accumulation steps) of each rank.
+
+        Raises:
+            PlanningError: no plan is possible.
+        """
+        profiles = self.profile.rank_profiles()
+        share = self.formats[case.communication_dtype].wire_bytes / self.model.gradient_bytes
+        all_reduce = self.networks[network][1].all_reduce
+        planned = plan_fixed_total(
+            profiles,
+            total,
+            allow_accumulation=total > sum(profile.largest_micro_batch for profile in profiles),
+            bucket_seconds=[all_reduce.seconds(int(size * share)) for size in self.profile.bucket_bytes],
         )
+        return [tuple(entry) for entry in planned.micro_batches]
+
+    def predicted_seconds(self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str) -> float:
+        """The step that the cost model predicts for a case on a network."""
+        described, measured = self.networks[network]
+        format = self.formats[case.communication_dtype]
+        cores = [node.cpu for node in self.nodes]
+        cluster = ClusterModel(
+            nodes=tuple(node.ranks for node in self.nodes),
+            # The rate is the link's own: what bytes take of processors is in `handling`.
+            link=Link.from_rate(described.bits_per_second, measured.ping_pong.latency_seconds),
+            handling=tuple(format.handling.on(share) for share in cores),
+            processors=tuple(
+                Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS) for node in self.nodes
+            ),
+            shared_memory=self.shared_memory and not case.is_peer,
+        )
+        # What sending takes of a rank is in `handling`, too.
+        profiles = [replace(rank, communication_load_seconds=0.0).profile() for rank in self.profile.ranks]
+        predicted = predict_step(
+            case.strategy,
+            profiles,
+            micro_batches,
+            replace(self.model, ready_bytes=self.profile.bucket_bytes),
+            cluster,
+            communication_dtype=case.communication_dtype,
+            wire_bytes=format.wire_bytes,
+        )
+        return predicted.seconds
 
 
 def micro_batches_of(
@@ -46,22 +111,30 @@ def micro_batches_of(
     """
     if case.batch_sizes == EQUAL:
         return [(size, 1) for size in equal_sizes(total, ranks)]
-    if case.batch_sizes != PLAN:
-        return [(size, 1) for size in case.batch_sizes]
-    profiles = knowledge.profile.rank_profiles()
-    share = WIRE_SHARES.get(case.communication_dtype, 0.0)
-    all_reduce = knowledge.networks[network].all_reduce
-    planned = plan_fixed_total(
-        profiles,
-        total,
-        allow_accumulation=total > sum(profile.largest_micro_batch for profile in profiles),
-        bucket_seconds=[all_reduce.seconds(int(size * share)) for size in knowledge.profile.bucket_bytes],
-    )
-    return [tuple(entry) for entry in planned.micro_batches]
+    if case.batch_sizes == PLAN:
+        if knowledge is None:
+            raise ValueError("found no profile of the ranks, expected one for planned batch sizes: profiling failed")
+        return knowledge.batches(case, total, network)
+    return [(size, 1) for size in case.batch_sizes]
 
 
-def predicted_seconds(
-    case: Case, micro_batches: list[tuple[int, int]], knowledge: Knowledge | None, network: str
-) -> float | None:
-    """The step that the cost model predicts; None without a profile."""
-    return None
+def read_formats(told: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> dict[str, Format]:
+    """From what each rank told of each format (`rank.Rank.measure_formats`).
+
+    Args:
+        told: of each rank, by format: ``points`` ((bytes, CPU seconds)), the ``wire_share`` of those messages, and
+            ``wire_bytes`` of the whole model.
+        nodes: ranks on each node.
+    """
+    from accelerate_lshdp.profiling.handling import fit_handling
+
+    def points(name: str) -> list[tuple[int, float]]:
+        of_sizes = zip(*(rank[name]["points"] for rank in told), strict=True)
+        return [(of_size[0][0], sum(seconds for _, seconds in of_size) / len(told)) for of_size in of_sizes]
+
+    formats = {}
+    for name, entry in told[0].items():
+        lossy = None if name == "fp32" else points(name)
+        handling = fit_handling(points("fp32"), nodes, lossy, entry["wire_share"])
+        formats[name] = Format(entry["wire_bytes"], handling)
+    return formats

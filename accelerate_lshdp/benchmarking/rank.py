@@ -105,6 +105,27 @@ class Rank:
         )
         return network.to_dict()
 
+    def measure_formats(self, *, names: list[str]) -> dict[str, Any]:
+        """What each format sends, and takes of this rank's processor; collective over all ranks.
+
+        Returns:
+            By format: points ((bytes of gradients, CPU seconds)), the wire_share of those messages, and the wire_bytes
+            of the whole model.
+        """
+        from accelerate_lshdp.benchmarking.formats import measure_format
+
+        with torch.device("meta"):
+            shapes = [parameter.shape for parameter in models.build_model(self.model, self.seed).parameters()]
+        return {name: measure_format(name, shapes) for name in names}
+
+    def uses_shared_memory(self) -> bool:
+        """Whether node-sharded strategies exchange through shared memory inside this node."""
+        from accelerate_lshdp.engine.policies import Mechanism, choose_mechanism
+        from accelerate_lshdp.plan import Strategy
+
+        mechanism = choose_mechanism(Strategy.LSDP, self.profiling.topology, "cpu", "auto")
+        return mechanism is Mechanism.NODE_SHARED
+
     # Training
 
     def begin(

@@ -34,11 +34,13 @@ class RankError(RuntimeError):
     """A rank raised, ended or did not answer in time; the message says which and shows its last output.
 
     Attributes:
+        summary: one line of it.
         ranks_usable: every rank has answered, so the processes can go on with something else.
     """
 
-    def __init__(self, message: str, ranks_usable: bool = False) -> None:
+    def __init__(self, message: str, ranks_usable: bool = False, summary: str | None = None) -> None:
         super().__init__(message)
+        self.summary = summary or message.partition("\n")[0]
         self.ranks_usable = ranks_usable
 
 
@@ -124,7 +126,8 @@ class RankProcesses:
         if raised:
             rank, what = next(iter(raised.items()))  # the first: what followed may be its consequence
             everyone = len(replies) + len(raised) == len(self._connections)
-            raise self._failure(rank, f"raised in {method}:\n{what}", ranks_usable=everyone)
+            summary = f"rank {rank} raised in {method}: {what.strip().splitlines()[-1]}"
+            raise self._failure(rank, f"raised in {method}:\n{what}", everyone, summary)
         return [replies[rank] for rank in range(len(replies))]
 
     def close(self) -> None:
@@ -158,10 +161,10 @@ class RankProcesses:
             )
         self._processes.append(process)
 
-    def _failure(self, rank: int, what: str, ranks_usable: bool = False) -> RankError:
+    def _failure(self, rank: int, what: str, ranks_usable: bool = False, summary: str | None = None) -> RankError:
         output = self._logs[rank].read_text(encoding="utf-8", errors="replace")[-_OUTPUT_SHOWN:].strip()
         message = f"rank {rank} {what}\n--- output of rank {rank}:\n{output or '(none)'}"
-        return RankError(message, ranks_usable)
+        return RankError(message, ranks_usable, summary)
 
 
 def serve(target: object) -> None:

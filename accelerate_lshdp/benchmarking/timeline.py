@@ -17,12 +17,17 @@ class Timeline:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.events: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
         self._clock = clock
 
     def begin_step(self) -> None:
         """Forgets the step before."""
-        self.events = []
+        self._events = []
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """``name``, ``begin`` and ``end`` of each event of the step, in the order in which they began."""
+        return sorted(self._events, key=lambda event: event["begin"])
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -31,7 +36,7 @@ class Timeline:
         try:
             yield
         finally:
-            self.events.append({"name": name, "begin": begin, "end": self._clock()})
+            self._events.append({"name": name, "begin": begin, "end": self._clock()})
 
     def note_waits(self, clock: Any) -> None:
         """From now on, whatever this `WaitClock` counts as waiting is an event too."""

@@ -84,9 +84,12 @@ class Training:
 
 def make_plan(strategy: str, communication_dtype: str, micro_batches: Sequence[tuple[int, int]]) -> Plan:
     """The plan of a case: one (micro-batch size, accumulation steps) a rank."""
+    # Without PowerSGD's exact first steps: a few steps are to show what many would take.
+    powersgd = {"powersgd_warmup_steps": 0} if communication_dtype == "powersgd" else {}
     return Plan.from_batch_sizes(
         micro_batches,
         strategy=strategy,
         allow_unequal_accumulation=True,
         communication_dtype=communication_dtype,
+        **powersgd,
     )

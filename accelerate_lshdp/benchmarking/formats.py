@@ -1,0 +1,57 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What a format for gradients sends, and what it takes of a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
+from accelerate_lshdp.engine.reductions import make_reduction, wire_bytes
+from accelerate_lshdp.plan_sections import Communication
+from accelerate_lshdp.profiling.handling import SIZES, cpu_seconds_of
+
+
+#: Columns of the matrices that messages consist of, as in a transformer: PowerSGD compresses nothing but matrices.
+_COLUMNS = 1024
+
+
+def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
+    """Measures one format over all ranks (collective).
+
+    Args:
+        name: ``communication.dtype``.
+        shapes: of the model's parameters.
+
+    Returns:
+        points: (bytes of gradients, CPU seconds) of two messages; wire_share: of the larger one, bytes for one byte of
+        fp32; wire_bytes: of the whole model.
+    """
+    options = {"powersgd_warmup_steps": 0} if name == "powersgd" else {}
+    communication = Communication(name, **options)
+    reduction = make_reduction(communication, dist.group.WORLD)
+    large = torch.empty(max(SIZES) // 4, device="meta")
+    model = torch.empty(sum(shape.numel() for shape in shapes), device="meta")
+    return {
+        "points": cpu_seconds_of(_OfMatrices(reduction)),
+        "wire_share": wire_bytes(communication, large, [_as_matrix(large)]) / max(SIZES),
+        "wire_bytes": wire_bytes(communication, model, shapes),
+    }
+
+
+class _OfMatrices(GradientReduction):
+    """A reduction whose buffers are matrices."""
+
+    def __init__(self, reduction: GradientReduction) -> None:
+        super().__init__(reduction.group)
+        self.reduction = reduction
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        return self.reduction.start(buffer, index, [_as_matrix(buffer)])
+
+
+def _as_matrix(buffer: torch.Tensor) -> torch.Size:
+    return torch.Size((buffer.numel() // _COLUMNS, _COLUMNS))
