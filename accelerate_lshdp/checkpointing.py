@@ -24,6 +24,7 @@ from accelerate_lshdp.engine.checkpoint import (
     save_model_file,
     stream_full_state,
 )
+from accelerate_lshdp.engine.collectives import GradientReduction
 
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ class Checkpointing(_Base):
         if folder is None:
             raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
         objects = self._training_objects()
+        objects.extra_tensors = {
+            f"{name}/{key}": tensor
+            for name, reduction in self._reductions().items()
+            for key, tensor in reduction.state_dict().items()
+        }
         save_checkpoint(
             folder,
             objects,
@@ -148,6 +154,7 @@ class Checkpointing(_Base):
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
+        self._restore_reductions(loaded)
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, loaded.path)
         return loaded
@@ -163,6 +170,25 @@ class Checkpointing(_Base):
             logger.warning(f"automatic batch sizes start anew, from {self.plan.batch_sizes}: {error}")
             return
         self.plan = self.plan.with_batch(self._sizing.batch)
+
+    def _reductions(self) -> dict[str, GradientReduction]:
+        return {
+            f"reduction_{model}_{number}": reduction
+            for model, prepared in enumerate(self._prepared)
+            for number, reduction in enumerate(prepared.reductions)
+        }
+
+    def _restore_reductions(self, loaded: LoadedCheckpoint) -> None:
+        """Goes on with the rounding errors that this rank kept; under another plan nobody has them."""
+        if self.plan.communication.is_lossy and self.num_processes > 1 and not loaded.same_plan:
+            logger.warning(
+                f"the checkpoint was saved under another plan: what {self.plan.communication.dtype} keeps from step "
+                "to step (rounding errors, warm start) starts anew"
+            )
+        for name, reduction in self._reductions().items():
+            prefix = f"{name}/"
+            mine = {key: tensor for key, tensor in loaded.extra_tensors.items() if key.startswith(prefix)}
+            reduction.load_state_dict({key.removeprefix(prefix): tensor for key, tensor in mine.items()})
 
     def _training_objects(self) -> TrainingObjects:
         return TrainingObjects(
