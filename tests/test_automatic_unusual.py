@@ -52,6 +52,10 @@ def layer(seed: int, features: int = 4) -> nn.Module:
 
 
 def data(samples: int, seed: int = 0, **options: Any) -> DataLoader:
+    if options.get("num_workers"):
+        # Workers begun again and again: a child forked from a process with threads, which gloo brings, now and then
+        # hangs on a lock that one of them held.
+        options["multiprocessing_context"] = "forkserver"
     generator = torch.Generator().manual_seed(seed)
     dataset = TensorDataset(torch.randn(samples, 4, generator=generator, dtype=torch.float64))
     return DataLoader(dataset, batch_size=4, drop_last=True, **options)

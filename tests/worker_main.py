@@ -174,10 +174,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "a"), all_threads=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     torch.set_num_threads(1)
-    # Loaders' workers come from a server that has one thread: a child forked from a process with threads, which gloo
-    # brings, now and then hangs on a lock that one of them held.
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["torch.utils.data"])
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])  # for loaders with multiprocessing_context="forkserver"
     code = 1
     try:
         Worker(Connection(int(descriptor)), int(rank), int(world_size)).serve()
