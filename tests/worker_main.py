@@ -174,7 +174,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "a"), all_threads=True)
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     torch.set_num_threads(1)
-    multiprocessing.set_forkserver_preload(["torch.utils.data"])  # for loaders with multiprocessing_context="forkserver"
+    # For loaders with multiprocessing_context="forkserver".
+    multiprocessing.set_forkserver_preload(["torch.utils.data"])
     code = 1
     try:
         Worker(Connection(int(descriptor)), int(rank), int(world_size)).serve()
