@@ -47,11 +47,11 @@ def draw_losses(group: Group) -> Drawing | Missing:
     style.add_legend(figure, _legend(styles))
     smoothed = f", mean of {window} steps," if window > 1 else ""
     caption = f"Training loss of the global batch{smoothed} against the wall time that the case itself has trained."
-    exact = [case for case in cases if not case.is_peer and not case.is_lossy]
+    exact = [case for case in cases if not case.is_lossy]
     differences = [largest_loss_difference(case for case in exact if case.network == name) for name in networks]
     if any(difference is not None for difference in differences):
         largest = max(difference for difference in differences if difference is not None)
-        caption += f" At the same step, losses of full-precision cases (peers aside) differ by at most {largest:.1e}."
+        caption += f" At the same step, losses of full-precision cases differ by at most {largest:.1e}."
     if any(point.loss is None for case in cases for point in case.losses):
         caption += " Losses that were not finite are left out."
     return Drawing(figure, caption)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What all pictures of a report have in common: colours, the figure, and its panels, one a network."""
+"""What pictures have in common: colours, the figure, and, in reports, its panels, one a network."""
 
 from __future__ import annotations
 
