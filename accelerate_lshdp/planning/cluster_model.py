@@ -57,6 +57,8 @@ class ClusterModel:
         handling: what communication takes of each node's processors. Empty: nothing, as where devices compute.
         processors: of each node, where a quota limits them. Empty: no quota.
         inside: the link between ranks of a node, where processors do not do that work (`handling` counts theirs).
+        device_link: between host memory and each device; offloaded parameters and gradients take it. None: there is
+            none, as where the host computes.
         shared_memory: node-sharded strategies exchange through shared memory inside a node.
         two_stage: world-sharded strategies exchange inside nodes and between them in two stages.
         streams: devices gather and reduce while they compute.
@@ -70,6 +72,7 @@ class ClusterModel:
     handling: tuple[Handling, ...] = ()
     processors: tuple[Processors, ...] = ()
     inside: Link | None = None
+    device_link: Link | None = None
     shared_memory: bool = False
     two_stage: bool = True
     streams: bool = False

@@ -196,22 +196,27 @@ class _StepWriter:
         return len(self.transfers) - 1
 
     def _inside(self, payload: float, times: np.ndarray | int = 1) -> np.ndarray:
-        """Seconds of one all-gather or reduce-scatter of `payload` bytes inside each node; its bytes count `times`."""
+        """Seconds of one all-gather or reduce-scatter of `payload` bytes inside each node; its bytes count `times`.
+
+        Where the node's copy is in host memory, each rank's part goes to or from its device, too.
+        """
+        seconds = np.zeros(len(self.group))
+        if self.traits.is_offloaded and self.cluster.device_link is not None:
+            seconds += np.array([self.cluster.device_link.seconds(payload / share) for share in self.group])
         if not self.shares_inside:
-            return np.zeros(len(self.group))
-        seconds = []
+            return seconds
         rounds = np.broadcast_to(times, len(self.group))
         for node, count in enumerate(self.nodes):
-            handled, own = (count - 1) * payload, self.cluster.handling[node]
+            ranks = self.node_of_rank == node
+            handled, own, link = (count - 1) * payload, self.cluster.handling[node], self.cluster.inside
             work = handled * own.seconds_per_byte
             if self.cluster.shared_memory:
                 work *= _SHARED_MEMORY_SHARE
             else:
-                self.inside_bytes[node] += rounds[self.node_of_rank == node].max() * handled
-            link = self.cluster.inside
+                self.inside_bytes[node] += rounds[ranks].max() * handled
             wire = link.seconds((count - 1) / count * payload, count - 1) if link is not None else 0.0
-            seconds.append(max(work + own.seconds_per_collective, wire))
-        return np.array(seconds)[self.node_of_rank]
+            seconds[ranks] += max(work + own.seconds_per_collective, wire)
+        return seconds
 
     def _beside(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
         """What an exchange inside a node adds to computing: with streams, what does not fit beside it."""

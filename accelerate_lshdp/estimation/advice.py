@@ -1,0 +1,111 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Which strategy to choose, and why: from the estimates of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerate_lshdp.estimation.cluster_file import EstimatedCluster
+from accelerate_lshdp.estimation.estimates import Estimate
+from accelerate_lshdp.estimation.model_measurement import MeasuredModel
+
+
+_EXACT = "fp32"
+#: Predictions are not better than that: of strategies that differ by less, the simpler one is chosen.
+_ALIKE = 0.01
+#: From simple to elaborate: the first ones need least explanation.
+_SIMPLICITY = ("ddp", "hdp", "lsdp", "lshdp", "group_sharding", "zero2", "fsdp", "fsdp_offload")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to choose.
+
+    Args:
+        exact: the fastest estimate whose gradients are exact; None: nothing fits.
+        lossy: the fastest of all, if it is faster than `exact` by more than predictions differ; else None.
+        reasons: sentences.
+    """
+
+    exact: Estimate | None
+    lossy: Estimate | None
+    reasons: tuple[str, ...]
+
+
+def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> Advice:
+    """Chooses among the estimates that fit."""
+    fitting = [estimate for estimate in estimates if estimate.prediction is not None]
+    exact = _fastest([estimate for estimate in fitting if estimate.communication_dtype == _EXACT])
+    lossy = _fastest(fitting)
+    if exact is not None and lossy is not None and _seconds(lossy) > (1 - _ALIKE) * _seconds(exact):
+        lossy = None
+    reasons = [_memory_reason(cluster, estimates)]
+    if fitting:
+        chosen = exact or lossy
+        reasons += [_network_reason(cluster, chosen), *_speed_reason(cluster, estimates, chosen)]
+    elif all(estimate.problem for estimate in estimates):
+        reasons.append("Nothing fits. " + _way_out(model))
+    return Advice(exact, lossy, tuple(reasons))
+
+
+def _seconds(estimate: Estimate) -> float:
+    return estimate.prediction.seconds
+
+
+def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
+    if not estimates:
+        return None
+    best = min(map(_seconds, estimates))
+    alike = [estimate for estimate in estimates if _seconds(estimate) <= best * (1 + _ALIKE)]
+    return min(alike, key=lambda estimate: (_SIMPLICITY.index(estimate.strategy), _seconds(estimate)))
+
+
+def _memory_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> str:
+    whole = next(estimate for estimate in estimates if estimate.strategy == "ddp")
+    states = whole.memory[0].states / 1e9
+    text = f"Parameters, gradients and optimizer states of one copy take {states:.3g} GB"
+    if whole.problem is None:
+        return f"{text}: with activations, a copy on every rank fits."
+    sharded = [e.strategy for e in estimates if e.problem is None and e.communication_dtype == _EXACT]
+    rest = f"; {', '.join(dict.fromkeys(sharded))} fit" if sharded else ""
+    return f"{text}: a copy on every rank does not fit ({whole.problem}){rest}."
+
+
+def _network_reason(cluster: EstimatedCluster, chosen: Estimate) -> str:
+    prediction = chosen.prediction
+    compute = max(rank.compute_seconds for rank in prediction.ranks)
+    sent = max(prediction.bytes_between_nodes)
+    wire = cluster.link.seconds(sent)
+    if sent == 0:
+        return f"There is one node, so nothing travels between nodes; ranks compute for {compute:.3g} s a step."
+    bound = "the network" if wire > compute else "computing"
+    return (
+        f"With {chosen.label}, what a node sends in a step takes {wire:.3g} s on the wire"
+        f" ({cluster.bits_per_second / 1e9:.3g} Gb/s), and the slowest rank computes for {compute:.3g} s: {bound} sets"
+        " the pace."
+    )
+
+
+def _speed_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate], chosen: Estimate) -> list[str]:
+    by_label = {estimate.label: estimate for estimate in estimates if estimate.prediction is not None}
+    equal, unequal = (
+        by_label.get(f"{name} {chosen.communication_dtype}")
+        for name in (("lsdp", "lshdp") if chosen.strategy in ("lsdp", "lshdp") else ("ddp", "hdp"))
+    )
+    if equal is None or unequal is None:
+        return []
+    speeds = [
+        size / rank.compute_seconds for size, rank in zip(equal.batch_sizes, equal.prediction.ranks, strict=True)
+    ]
+    saved = 1 - _seconds(unequal) / _seconds(equal)
+    spread = f"The fastest rank is {max(speeds) / min(speeds):.3g} times as fast as the slowest"
+    if saved <= _ALIKE:
+        return [f"{spread}: batch sizes that follow the speeds save nothing worth mentioning."]
+    return [f"{spread}: batch sizes that follow the speeds save {saved:.0%} of the step ({unequal.strategy})."]
+
+
+def _way_out(model: MeasuredModel) -> str:
+    if model.activation_bytes > 4 * model.counts.parameters:
+        return "Activations of one sample are large: use gradient checkpointing, shorter sequences, or bf16."
+    return "Use more or larger nodes, or --precision bf16."

@@ -1,0 +1,166 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The cluster of an estimate: the emulated cluster's YAML file, and real hardware in the same form.
+
+nodes:
+  - {device: RTX 3090, ranks: 2, memory: 64 GiB}           # ranks: devices; memory: of the host; cpu: its cores
+  - {device: my card, tflops: 12, device_memory: 16 GiB}   # a rank's own; tflops: what it reaches in training
+  - {cpu: 8, memory: 32 GiB}                               # no device: computes on its cores
+network: {rate: 1 Gb/s, delay: 0.2 ms}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NodeDescription
+from accelerate_lshdp.estimation.devices import (
+    CORE_FLOPS,
+    CORE_OPTIMIZER_SECONDS,
+    Device,
+    find_device,
+)
+from accelerate_lshdp.planning.network import Link
+
+
+_REAL = ("device", "tflops", "device_memory")
+#: Cores of a host with devices, where the file does not say.
+_HOST_CORES = 8.0
+
+
+@dataclass(frozen=True)
+class EstimatedNode:
+    """One machine.
+
+    Args:
+        ranks: training processes, one a device.
+        cores: of the host.
+        memory_bytes: of the host; None: not known.
+        device: of each rank; None: ranks compute on the host's cores.
+        core_flops: operations a second that a core reaches in training.
+    """
+
+    ranks: int
+    cores: float
+    memory_bytes: int | None
+    device: Device | None
+    core_flops: float = CORE_FLOPS
+
+    @property
+    def name(self) -> str:
+        """As people call its processors."""
+        return self.device.name if self.device is not None else f"{self.cores:g} CPU cores"
+
+    def rank_flops(self, mixed_precision: str) -> float:
+        """Operations a second of one rank."""
+        if self.device is not None:
+            return self.device.flops_in(mixed_precision)
+        return self.core_flops * self.cores / self.ranks
+
+    def optimizer_seconds(self, parameters: float, on_host: bool) -> float:
+        """Of a step of one rank with so many parameters, while the node's other ranks do theirs."""
+        if self.device is not None and not on_host:
+            return self.device.optimizer_seconds(parameters)
+        return parameters * CORE_OPTIMIZER_SECONDS * self.ranks / self.cores
+
+
+@dataclass(frozen=True)
+class EstimatedCluster:
+    """The nodes, in rank order, and the link between them."""
+
+    nodes: tuple[EstimatedNode, ...]
+    link: Link
+    bits_per_second: float
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks on each node."""
+        return tuple(node.ranks for node in self.nodes)
+
+    @property
+    def node_of_rank(self) -> list[EstimatedNode]:
+        """The node of each rank."""
+        return [node for node in self.nodes for _ in range(node.ranks)]
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether every rank has a device with memory and streams of its own."""
+        return all(node.device is not None for node in self.nodes)
+
+
+def load_cluster(path: str | Path) -> EstimatedCluster:
+    """Reads a YAML file.
+
+    Raises:
+        ValueError: what is wrong in it, with its path.
+    """
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return read_cluster(document)
+    except OSError as error:
+        raise ValueError(f"{path}: found no cluster that can be read ({error.strerror}): give a YAML file") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_cluster(document: Any) -> EstimatedCluster:
+    """From what the YAML file holds.
+
+    Raises:
+        ValueError: unknown or missing keys, wrong types, impossible values.
+    """
+    emulated, real = _split(document)
+    description = ClusterDescription.from_dict(emulated)
+    nodes = []
+    for index, (node, found) in enumerate(zip(description.nodes, real, strict=True)):
+        try:
+            nodes.append(_node(node, found))
+        except ValueError as error:
+            raise ValueError(f"nodes[{index}]: {error}") from None
+    rate, delay = description.network.bits_per_second, description.network.delay_seconds
+    return EstimatedCluster(tuple(nodes), Link.from_rate(rate, delay), rate)
+
+
+def _split(document: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """What the emulated cluster's own reader reads, and the rest of each node."""
+    if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
+        return document, []  # its reader says what is wrong
+    nodes, real = [], []
+    for node in document["nodes"]:
+        if not isinstance(node, dict):
+            return document, []
+        real.append({key: node[key] for key in _REAL if key in node})
+        rest = {key: value for key, value in node.items() if key not in _REAL}
+        nodes.append({"cpu": _HOST_CORES, **rest} if "device" in node else rest)
+    return {**document, "nodes": nodes}, real
+
+
+def _node(node: NodeDescription, found: dict[str, Any]) -> EstimatedNode:
+    teraflops = found.get("tflops")
+    if teraflops is not None and (
+        isinstance(teraflops, bool) or not isinstance(teraflops, (int, float)) or not teraflops > 0
+    ):
+        raise ValueError(f"tflops: found {teraflops!r}, expected 1e12 operations a second, more than 0, such as 12.5")
+    memory = None
+    if "device_memory" in found:
+        # Read as the memory of a node, which is written in the same way.
+        one = {"cpu": 1, "memory": found["device_memory"]}
+        try:
+            memory = (
+                ClusterDescription.from_dict({"nodes": [one], "network": {"rate": "1 Gb/s"}}).nodes[0].memory_bytes
+            )
+        except ValueError:
+            raise ValueError(
+                f"device_memory: found {found['device_memory']!r}, expected an amount such as 24 GiB"
+            ) from None
+    if "device" not in found:
+        if memory is not None:
+            raise ValueError("device_memory: found it without a device: name the device, or leave it out")
+        flops = CORE_FLOPS if teraflops is None else teraflops * 1e12 * node.ranks / node.cpu
+        return EstimatedNode(node.ranks, node.cpu, node.memory_bytes, None, flops)
+    if not isinstance(found["device"], str):
+        raise ValueError(f"device: found {found['device']!r}, expected the name of a product")
+    return EstimatedNode(node.ranks, node.cpu, node.memory_bytes, find_device(found["device"], teraflops, memory))

@@ -1,0 +1,278 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Every strategy for one model on one cluster: what it needs, what it sends, how long its step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
+from accelerate_lshdp.estimation.model_measurement import MeasuredModel
+from accelerate_lshdp.plan_sections import POWERSGD_RANK
+from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
+from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.memory import STATE_BYTES, RankMemory, rank_memory
+from accelerate_lshdp.planning.network import Link
+from accelerate_lshdp.planning.step_simulation import Processors
+from accelerate_lshdp.planning.strategies import SharedBy, group_sizes, strategy_traits
+from accelerate_lshdp.planning.strategy_time import StepPrediction, predict_step
+
+
+STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")
+FORMATS = ("fp32", "bf16", "int8", "powersgd")
+#: Formats that need the same ranks to reduce the same buffers between nodes.
+_BETWEEN_NODES_ONLY = ("int8", "powersgd")
+#: What gloo takes of one core: a byte that is sent, received and added; a collective. Measured on an AMD EPYC.
+_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
+#: What compressing and decompressing take of one core, a byte of fp32.
+_CONVERSION_SECONDS = {"fp32": 0.0, "bf16": 0.3e-9, "int8": 0.8e-9, "powersgd": 1.0e-9}
+#: Between host memory and a device, and between devices of one host: PCIe 3.0 with 16 lanes.
+_PCI_EXPRESS = Link(20e-6, 1 / 12e9)
+#: What the process itself needs: libraries in host memory, kernels and workspaces on a device.
+PROCESS_HOST_BYTES, PROCESS_DEVICE_BYTES = 400 * 2**20, 600 * 2**20
+#: Of memory, for what no estimate sees: fragments, temporary tensors.
+_USABLE = 0.95
+_QUOTA_PERIOD_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One strategy with one format.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        communication_dtype: one of `FORMATS`.
+        micro_batches: (size, accumulation steps) of each rank; empty if it does not fit.
+        memory: of a rank of each node, with its micro-batch; with one sample if it does not fit.
+        device_bytes: of the device of each node's ranks, everything counted; None: it computes in host memory.
+        host_bytes: of each node.
+        prediction: None if it does not fit.
+        problem: why it does not fit, or None.
+    """
+
+    strategy: str
+    communication_dtype: str
+    micro_batches: tuple[tuple[int, int], ...]
+    memory: tuple[RankMemory, ...]
+    device_bytes: tuple[float | None, ...]
+    host_bytes: tuple[float, ...]
+    prediction: StepPrediction | None
+    problem: str | None
+
+    @property
+    def label(self) -> str:
+        """Strategy and format."""
+        return f"{self.strategy} {self.communication_dtype}"
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples of each rank."""
+        return [size * steps for size, steps in self.micro_batches]
+
+
+def formats_of(strategy: str, formats: Sequence[str] = FORMATS) -> list[str]:
+    """The formats that a strategy's gradients can travel in."""
+    world_sharded = strategy_traits(strategy).shared_by is SharedBy.WORLD
+    return [name for name in formats if not (world_sharded and name in _BETWEEN_NODES_ONLY)]
+
+
+def estimate_all(
+    model: MeasuredModel,
+    cluster: EstimatedCluster,
+    total_batch_size: int,
+    *,
+    mixed_precision: str = "no",
+    formats: Sequence[str] = FORMATS,
+    profiles: Sequence[RankProfile] | None = None,
+) -> list[Estimate]:
+    """All strategies in all formats that make sense for them.
+
+    Args:
+        model: as measured on fake tensors.
+        cluster: nodes and network.
+        total_batch_size: samples in a global batch.
+        mixed_precision: "no", "bf16" or "fp16".
+        formats: of gradients.
+        profiles: what was measured of each rank, its optimizer step as `fixed_seconds`. None: estimated.
+
+    Raises:
+        ValueError: fewer samples than ranks, or another number of profiles.
+    """
+    world = sum(cluster.node_sizes)
+    if total_batch_size < world:
+        raise ValueError(f"found a global batch of {total_batch_size}, expected at least {world}, one sample a rank")
+    if profiles is not None and len(profiles) != world:
+        raise ValueError(f"found a profile of {len(profiles)} ranks, expected {world}, as many as the cluster has")
+    return [
+        _Estimator(model, cluster, total_batch_size, mixed_precision, profiles, strategy, name).estimate()
+        for strategy in STRATEGIES
+        for name in formats_of(strategy, formats)
+    ]
+
+
+def powersgd_bytes(matrices: Sequence[tuple[int, int]], rank: int = POWERSGD_RANK) -> float:
+    """What a gradient has on the wire as thin matrices; those that would not get smaller travel as they are."""
+    return 4.0 * sum(min(rank * (rows + columns), rows * columns) for rows, columns in matrices)
+
+
+class _Estimator:
+    def __init__(
+        self,
+        model: MeasuredModel,
+        cluster: EstimatedCluster,
+        total: int,
+        mixed_precision: str,
+        profiles: Sequence[RankProfile] | None,
+        strategy: str,
+        communication_dtype: str,
+    ) -> None:
+        self.model, self.cluster, self.total, self.mixed_precision = model, cluster, total, mixed_precision
+        self.profiles, self.strategy, self.dtype = profiles, strategy, communication_dtype
+        self.traits = strategy_traits(strategy)
+        self.accumulates = False
+
+    def estimate(self) -> Estimate:
+        # Accumulation needs memory of its own, so it is tried without first.
+        for self.accumulates in (False, True):
+            largest = [self._largest_micro_batch(node, index) for index, node in enumerate(self.cluster.nodes)]
+            if min(largest) < 1:
+                return self._misfit(largest.index(min(largest)))
+            profiles = list(self._rank_profiles(largest))
+            try:
+                micro_batches = self._micro_batches(profiles)
+            except PlanningError as error:
+                return self._result([1] * len(self.cluster.nodes), (), None, f"no batch sizes: {error}")
+            if max(steps for _, steps in micro_batches) == 1:
+                break
+        prediction = predict_step(
+            self.strategy,
+            profiles,
+            micro_batches,
+            self._model_size(),
+            self._cluster_model(),
+            communication_dtype=self.dtype,
+            wire_bytes=powersgd_bytes(self.model.matrices) if self.dtype == "powersgd" else None,
+        )
+        first_ranks = [sum(self.cluster.node_sizes[:node]) for node in range(len(self.cluster.nodes))]
+        samples = [
+            max(size for size, _ in micro_batches[first : first + count])
+            for first, count in zip(first_ranks, self.cluster.node_sizes, strict=True)
+        ]
+        return self._result(samples, tuple(micro_batches), prediction, None)
+
+    # Memory
+
+    def _memory(self, samples: Sequence[int]) -> tuple[RankMemory, ...]:
+        memory = rank_memory(
+            self.strategy,
+            self.model.counts,
+            self.cluster.node_sizes,
+            state_bytes=STATE_BYTES[self.mixed_precision],
+            communication_dtype=self.dtype,
+            accumulates=self.accumulates,
+        )
+        return tuple(
+            replace(rank, activations=self.model.activations(count))
+            for rank, count in zip(memory, samples, strict=True)
+        )
+
+    def _needs(self, node: EstimatedNode, rank: RankMemory) -> tuple[float | None, float]:
+        """Bytes of one device of a node, and of its host."""
+        if node.device is None:
+            return None, node.ranks * (rank.total_bytes + PROCESS_HOST_BYTES)
+        return rank.device_bytes + PROCESS_DEVICE_BYTES, node.ranks * (rank.host_bytes + PROCESS_HOST_BYTES)
+
+    def _largest_micro_batch(self, node: EstimatedNode, index: int) -> int:
+        """The most samples at once that a node's ranks have memory for."""
+        device, host = self._needs(node, self._memory([0] * len(self.cluster.nodes))[index])
+        each = self.model.activations(1)
+        rooms = []
+        if device is not None and node.device.memory_bytes is not None:
+            rooms.append((node.device.memory_bytes * _USABLE - device) / each)
+        if node.memory_bytes is not None:
+            room = node.memory_bytes * _USABLE - host
+            if device is None:
+                rooms.append(room / node.ranks / each)
+            elif room < 0:
+                return 0
+        return int(min([self.total, *(max(0.0, room) for room in rooms)]))
+
+    def _misfit(self, index: int) -> Estimate:
+        node = self.cluster.nodes[index]
+        device, host = self._needs(node, self._memory([1] * len(self.cluster.nodes))[index])
+        problem = f"node {index} needs {host / 1e9:.3g} GB of host memory for one sample a rank"
+        if device is not None and node.device.memory_bytes is not None and device > node.device.memory_bytes * _USABLE:
+            problem = f"node {index} ({node.name}) needs {device / 1e9:.3g} GB on its device for one sample"
+        return self._result([1] * len(self.cluster.nodes), (), None, problem)
+
+    def _result(
+        self,
+        samples: Sequence[int],
+        micro_batches: tuple[tuple[int, int], ...],
+        prediction: StepPrediction | None,
+        problem: str | None,
+    ) -> Estimate:
+        memory = self._memory(samples)
+        needs = [self._needs(node, rank) for node, rank in zip(self.cluster.nodes, memory, strict=True)]
+        devices, hosts = zip(*needs, strict=True)
+        return Estimate(self.strategy, self.dtype, micro_batches, memory, devices, hosts, prediction, problem)
+
+    # Time
+
+    def _rank_profiles(self, largest: Sequence[int]) -> Iterator[RankProfile]:
+        """Each rank as the planner sees it; its optimizer step is that of all parameters."""
+        of_rank = [most for most, node in zip(largest, self.cluster.nodes, strict=True) for _ in range(node.ranks)]
+        for rank, (node, most) in enumerate(zip(self.cluster.node_of_rank, of_rank, strict=True)):
+            if self.profiles is not None:
+                measured = self.profiles[rank]
+                yield replace(measured, max_micro_batch_size=min(most, measured.max_micro_batch_size))
+                continue
+            seconds = self.model.flops / node.rank_flops(self.mixed_precision)
+            curve = TimeCurve((1, most), (seconds, most * seconds)) if most > 1 else TimeCurve((1,), (seconds,))
+            optimizer = node.optimizer_seconds(self.model.counts.trainable, self.traits.is_offloaded)
+            yield RankProfile(curve, most, fixed_seconds=optimizer)
+
+    def _micro_batches(self, profiles: Sequence[RankProfile]) -> list[tuple[int, int]]:
+        """The best sizes for unequal strategies, else equal ones: as few micro-batches as memory allows."""
+        if not self.traits.is_unequal:  # as if all ranks were the slowest one, with the least memory
+            slowest = max(profiles, key=lambda profile: profile.time(1))
+            most = min(profile.max_micro_batch_size for profile in profiles)
+            profiles = [replace(slowest, max_micro_batch_size=most)] * len(profiles)
+        accumulates = self.total > sum(profile.max_micro_batch_size for profile in profiles)
+        groups = self._shard_groups() if self.traits.is_unequal else [list(range(len(profiles)))]
+        plan = plan_fixed_total(profiles, self.total, allow_accumulation=accumulates, shard_groups=groups)
+        return list(plan.micro_batches)
+
+    def _shard_groups(self) -> list[list[int]]:
+        sizes = group_sizes(self.traits, self.cluster.node_sizes)
+        ranks, groups = 0, []
+        for size, count in zip(sizes, self.cluster.node_sizes, strict=True):
+            groups += [list(range(first, first + size)) for first in range(ranks, ranks + count, size)]
+            ranks += count
+        return groups
+
+    def _model_size(self) -> ModelSize:
+        counts, each = self.model.counts, STATE_BYTES[self.mixed_precision]
+        units = tuple(unit * each.gathered for unit in counts.units)
+        # Gradients travel in fp32, whatever is computed with.
+        return ModelSize(counts.parameters * each.gathered, counts.trainable * 4.0, units)
+
+    def _cluster_model(self) -> ClusterModel:
+        nodes, cluster = self.cluster.nodes, self.cluster
+        one_core = Handling(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
+        has_devices = cluster.has_devices
+        return ClusterModel(
+            cluster.node_sizes,
+            cluster.link,
+            handling=tuple(Handling() if node.device is not None else one_core.on(node.cores) for node in nodes),
+            processors=tuple(
+                Processors()
+                if node.device is not None
+                else Processors.under_quota(node.cores, node.ranks, _QUOTA_PERIOD_SECONDS)
+                for node in nodes
+            ),
+            inside=_PCI_EXPRESS if has_devices else None,
+            device_link=_PCI_EXPRESS if has_devices else None,
+            shared_memory=not has_devices,
+            streams=has_devices,
+        )
