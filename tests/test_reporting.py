@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 from benchmark_results import FEW, MANY, NETWORKS, SPEEDS, make_case, make_failed_case, make_results
 
+from accelerate_lshdp.benchmarking.cases import Case
+from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.reporting import gallery, print_results, read_results, write_report
 from accelerate_lshdp.reporting.comparison import (
     Group,
@@ -100,6 +104,18 @@ def test_figures_that_were_not_measured_may_be_missing() -> None:
     case["losses"][3][2] = None
     (read,) = read_cases(case).cases
     assert read.timeline is None and read.prediction_error is None and read.losses[3].loss is None
+
+
+def test_what_the_benchmark_writes_can_be_read() -> None:
+    good = Measurement("uneven", "ViT", "1 Gb/s", 1e9, [1, 1], 8, Case("lshdp", batch_sizes="plan"))
+    good.parameters, good.micro_batches = 1000, [(5, 1), (3, 1)]
+    good.add_turn([[(1.0, 2.0), (1.1, math.nan)], [(1.0, 2.0), (1.1, 1.5)]], [10, 20], None)
+    failed = Measurement("uneven", "ViT", "1 Gb/s", 1e9, [1, 1], 8, Case("torch_ddp"), error="died")
+    document = {**make_results(), "cases": [case.to_dict() for case in (good, failed)]}
+    read, without = read_results(json.loads(json.dumps(document, allow_nan=False))).cases
+    assert read.batch_sizes == (5, 3) and read.bytes_between_nodes == (5.0, 10.0)
+    assert [point.loss for point in read.losses] == [2.0, None]
+    assert (without.error, without.step_seconds, without.losses) == ("died", None, ())
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import mean, median
 from typing import Any
 
@@ -123,7 +124,8 @@ class Measurement:
             "peak_pss_bytes": self.peak_pss_bytes,
             "peak_rank_bytes": self.peak_rank_bytes,
             "predicted_seconds": self.predicted_seconds,
-            "losses": [list(point) for point in self.losses],
+            # JSON has no NaN; a diverged case must not cost the results of all others
+            "losses": [[seconds, step, loss if isfinite(loss) else None] for seconds, step, loss in self.losses],
             "timeline": self.timeline,
         }
 

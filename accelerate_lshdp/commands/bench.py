@@ -73,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
 
     from accelerate_lshdp.benchmarking.results import run_benchmark
-    from accelerate_lshdp.reporting import print_results, write_report
+    from accelerate_lshdp.reporting import missing_library, print_results, write_report
     from accelerate_lshdp.whole_files import write_whole
 
+    missing = missing_library()
+    if missing is not None:
+        say(missing)
     if arguments.in_process:
         say("ranks sleep to be slow; the network is NOT emulated, so times say nothing about slow networks")
     words = ["accelerate-lshdp", "bench", str(arguments.config), "--output-dir", str(arguments.output_dir)]
