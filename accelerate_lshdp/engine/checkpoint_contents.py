@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine import checkpoint_optimizer, checkpoint_rng
+from accelerate_lshdp.engine import checkpoint_optimizer, checkpoint_owned, checkpoint_rng
 from accelerate_lshdp.engine.checkpoint_documents import NotPlainError, encode
 from accelerate_lshdp.engine.checkpoint_exchange import (
     NodeLayout,
@@ -34,6 +34,7 @@ from accelerate_lshdp.engine.checkpoint_exchange import (
     object_from,
 )
 from accelerate_lshdp.engine.checkpoint_model import ModelTensors
+from accelerate_lshdp.engine.checkpoint_owned import DescribedOptimizer
 from accelerate_lshdp.engine.checkpoint_stream import TensorSource
 from accelerate_lshdp.engine.checkpoint_tensors import TensorEntry
 
@@ -105,11 +106,10 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
             for index, model in enumerate(models)
         ]
-        document["optimizers"] = []
+        described = []
         for index, optimizer in enumerate(objects.optimizers):
-            described, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")
-            document["optimizers"].append(described)
-            own[f"optimizer_{index}.safetensors"] = [TensorSource.of(*item) for item in tensors.items()]
+            found, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")
+            described.append(DescribedOptimizer(found, [TensorSource.of(*item) for item in tensors.items()]))
         schedulers = [scheduler.state_dict() for scheduler in objects.schedulers]
         document["schedulers"] = encode(schedulers, "schedulers", shared)
         scaler = None if objects.scaler is None else objects.scaler.state_dict()
@@ -120,6 +120,10 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             _describe_custom(index, thing, trust_checkpoint, shared, pickles)
             for index, thing in enumerate(objects.custom)
         ]
+    described = checkpoint_owned.complete(objects.optimizers, described, names)
+    with failing_together("collecting what is to be saved"):
+        document["optimizers"] = [optimizer.document for optimizer in described]
+        own |= {f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)}
         mine = _RankDescription(
             own={file: [source.entry for source in sources] for file, sources in own.items()},
             buffers={

@@ -111,18 +111,20 @@ def object_from(source: int, value: Any) -> Any:
     return box[0]
 
 
-def broadcast_bytes(buffer: torch.Tensor, source: int, device: torch.device) -> None:
-    """Fills a one-dimensional uint8 CPU tensor on every rank with rank `source`'s.
+def broadcast_bytes(
+    buffer: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fills a one-dimensional uint8 CPU tensor on every rank (of the group) with rank `source`'s.
 
     A world without a backend for CPU tensors (nccl alone) is served through `device`.
     """
     if not _is_distributed() or buffer.numel() == 0:
         return
     if _carries_cpu_tensors():
-        dist.broadcast(buffer, src=source)
+        dist.broadcast(buffer, src=source, group=group)
     else:
         staged = buffer.to(device)
-        dist.broadcast(staged, src=source)
+        dist.broadcast(staged, src=source, group=group)
         if dist.get_rank() != source:
             buffer.copy_(staged)
 
@@ -133,15 +135,21 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_tensor(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, source: int, layout: NodeLayout
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    source: int,
+    layout: NodeLayout,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Rank `source`'s plain tensor as a CPU tensor on every rank, whatever its dtype; others may pass None."""
+    """Rank `source`'s plain tensor as a CPU tensor on every rank (of the group), whatever its dtype; others may pass
+    None."""
     if layout.rank == source:
         value = tensor.detach().cpu().contiguous()
     else:
         value = torch.empty(shape, dtype=dtype)
     # As bytes, because no backend reduces or copies every dtype that a checkpoint can hold.
-    broadcast_bytes(as_bytes(value), source, layout.device)
+    broadcast_bytes(as_bytes(value), source, layout.device, group)
     return value
 
 

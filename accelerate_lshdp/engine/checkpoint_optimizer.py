@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_lshdp.engine.checkpoint_documents import decode, encode, join
 from accelerate_lshdp.engine.checkpoint_shards import laid_out_like, local_region
 from accelerate_lshdp.engine.checkpoint_tensors import SafetensorsReader, StoredTensors
+from accelerate_lshdp.engine.node_shared import NodeOwnership
 
 
 # How a step is carried out, not what it computes: the running script's choice stands, as it fits its device.
@@ -74,7 +75,8 @@ class OptimizerLoad:
         self.optimizer.state.update(self.other)
         for parameter, group, saved in self.parameters:
             self.optimizer.state.pop(parameter, None)
-            if saved is not None:
+            ownership = NodeOwnership.of(parameter)
+            if saved is not None and (ownership is None or ownership.owned):
                 self.optimizer.state[parameter] = {
                     key: self._value(value, parameter, group) for key, value in saved.items()
                 }

@@ -60,7 +60,8 @@ def local_region(tensor: DTensor) -> tuple[slice, ...]:
 @torch.no_grad()
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Overwrites this rank's part of `target` (plain or DTensor) by `source`, which is that part."""
-    local = target.to_local() if isinstance(target, DTensor) else target
+    # A plain parameter by its data: it may be one that a node shares, where changes by the script are counted.
+    local = target.to_local() if isinstance(target, DTensor) else target.data
     local.copy_(source)
 
 

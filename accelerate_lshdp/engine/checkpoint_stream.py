@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.engine.checkpoint_exchange import NodeLayout, broadcast_tensor, together
@@ -23,11 +24,13 @@ class TensorSource:
         entry: name, dtype and full shape.
         tensor: this rank's value; a DTensor is gathered over its own mesh. None where another rank has it.
         rank: the one rank whose plain tensor is meant; None if every node has its own replica or shards.
+        group: the ranks that get the tensor of ``rank``: those of its node. None: all ranks.
     """
 
     entry: TensorEntry
     tensor: torch.Tensor | None
     rank: int | None = None
+    group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, rank: int | None = None) -> TensorSource:
@@ -37,7 +40,7 @@ class TensorSource:
         """The full tensor on this rank (collective)."""
         if self.rank is None:
             return gather_full(self.tensor)
-        return broadcast_tensor(self.tensor, self.entry.shape, self.entry.dtype, self.rank, layout)
+        return broadcast_tensor(self.tensor, self.entry.shape, self.entry.dtype, self.rank, layout, self.group)
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ class NodeOwnership:
         index: of the parameter among the trainable ones.
         owner: its global rank.
         owned: whether that is this rank.
-        node_ranks: global ranks of this node.
+        group: the ranks of this node.
         reduction: connects the ranks of the node.
     """
 
     index: int
     owner: int
     owned: bool
-    node_ranks: tuple[int, ...]
+    group: dist.ProcessGroup
     reduction: NodeReduction
 
     @staticmethod
@@ -57,6 +57,7 @@ class NodeSharedModel(PreparedModel):
     Args:
         module: the model on the CPU, identical on all ranks; its parameters are moved.
         topology: nodes and ranks; nodes may have different numbers of ranks.
+        node_group: the ranks of this node.
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
         clock: counts the time spent waiting.
@@ -71,6 +72,7 @@ class NodeSharedModel(PreparedModel):
         self,
         module: nn.Module,
         topology: Topology,
+        node_group: dist.ProcessGroup,
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
         clock: WaitClock,
         *,
@@ -89,7 +91,7 @@ class NodeSharedModel(PreparedModel):
         self._filled: list[set[int]] = [set() for _ in self._layout]
         self._holds_local = self._synchronise = False
         self._versions: dict[int, tuple[int, int]] = {}
-        self._share(topology, reduction_of, timeout_seconds)
+        self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
         module.register_load_state_dict_post_hook(_forget_versions)
@@ -103,6 +105,7 @@ class NodeSharedModel(PreparedModel):
     def _share(
         self,
         topology: Topology,
+        node_group: dist.ProcessGroup,
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
         timeout_seconds: float,
     ) -> None:
@@ -150,7 +153,7 @@ class NodeSharedModel(PreparedModel):
         for index, parameter in enumerate(self._parameters):
             owner = node_ranks[buckets[self._bucket_of[index]].owner]
             parameter._lshdp_node_ownership = NodeOwnership(
-                index, owner, owner == topology.rank, node_ranks, self._reduction
+                index, owner, owner == topology.rank, node_group, self._reduction
             )
 
     def _owns(self, index: int) -> bool:
