@@ -102,8 +102,10 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self.trust_checkpoint = trust_checkpoint
         self._agree()
         counts = [steps for _, steps in self.plan.micro_batches or ()]
-        self._exchange = StepExchange(self.process_index, self.num_processes, counts if len(set(counts)) > 1 else None)
         self._clock = WaitClock()
+        self._exchange = StepExchange(
+            self.process_index, self.num_processes, self._clock, counts if len(set(counts)) > 1 else None
+        )
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
         self._loader_context = AcceleratorLoaderContext(self)

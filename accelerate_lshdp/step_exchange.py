@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.engine.collectives import WaitClock
+
 
 #: Calls in which all ranks take part.
 MEETINGS = ("backward", "gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
@@ -19,7 +21,7 @@ class RankReport(NamedTuple):
     compute_seconds: float
     """In the step's forwards and backwards, without communication."""
     wait_seconds: float
-    """Blocked in communication."""
+    """Blocked in communication: in the step's forwards and backwards, and in the exchange of the step before."""
     optimizer_seconds: float
     """In the optimizer step before this one."""
     data_seconds: float
@@ -35,10 +37,11 @@ class RankReport(NamedTuple):
 class Meeting:
     """A call in which all ranks take part, announced on all of them."""
 
-    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int]) -> None:
+    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
         self._work = work
         self._told = told
         self._counts = counts
+        self._clock = clock
 
     def require_all(self) -> None:
         """Waits until all ranks have announced a call.
@@ -46,7 +49,8 @@ class Meeting:
         Raises:
             RuntimeError: on all ranks, if one of them has more micro-batches of its step before it.
         """
-        self._work.wait()
+        with self._clock.waiting():
+            self._work.wait()
         early = {rank: MEETINGS[int(call) - 1] for rank, call in enumerate(self._told.tolist()) if call}
         if early:
             made = ", ".join(f"{call} (rank {rank})" for rank, call in early.items())
@@ -63,12 +67,14 @@ class StepExchange:
     Args:
         rank: this process's rank.
         world_size: number of ranks; with one rank nothing is sent.
+        clock: counts the time that it blocks, for a rank that is late makes the others wait here, too.
         counts: micro-batches of a global batch, one entry a rank, if they differ; None: all ranks have as many.
     """
 
-    def __init__(self, rank: int, world_size: int, counts: Sequence[int] | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, clock: WaitClock, counts: Sequence[int] | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.clock = clock
         self.counts = counts
         self.group: dist.ProcessGroup | None = None
         self._meetings: dist.ProcessGroup | None = None
@@ -93,12 +99,13 @@ class StepExchange:
             return None
         told = torch.zeros(self.world_size, dtype=torch.float64)
         told[self.rank] = 1 + MEETINGS.index(call) if within_window else 0
-        return Meeting(dist.all_reduce(told, group=self._meetings, async_op=True), told, self.counts)
+        return Meeting(dist.all_reduce(told, group=self._meetings, async_op=True), told, self.counts, self.clock)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks."""
         if self.group is not None:
-            dist.all_reduce(values, group=self.group)
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self.group)
         return values
 
     def after_backward(

@@ -21,7 +21,7 @@ class StepStatistics:
     Attributes:
         seconds: wall seconds of a step on this rank, from one optimizer step to the next.
         compute_seconds: seconds of forward and backward without communication, one entry a rank.
-        wait_seconds: seconds blocked in communication, one entry a rank.
+        wait_seconds: seconds blocked in communication, which is waiting for slower ranks too, one entry a rank.
         optimizer_seconds: seconds of the optimizer step, one entry a rank.
         data_seconds: seconds of waiting for batches, one entry a rank.
         idle_fraction: ``1 - mean(compute_seconds) / max(compute_seconds)``.
@@ -67,6 +67,8 @@ class StepTimer:
         self._forward: float | None = None
         self._compute = 0.0
         self._waited = 0.0
+        self._exchanged = 0.0  # of the wait, what the exchange after this step's backward took
+        self._exchanged_before = 0.0  # and the one of the step before, which this step's report tells
         self._data = 0.0
         self._optimizing: float | None = None
         self._optimizer = 0.0
@@ -85,7 +87,10 @@ class StepTimer:
         self._data += seconds
 
     def backward_ends(self) -> RankReport:
-        """Seconds computed and waited since the last optimizer step, this backward included; seconds of that step."""
+        """What is told of this rank: its seconds since the last optimizer step, this backward included.
+
+        The seconds of that step itself, and of the exchange before it, are known only now.
+        """
         if self._forward is not None:
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).synchronize(self.device)
@@ -93,10 +98,11 @@ class StepTimer:
             self._compute += max(0.0, time.perf_counter() - self._forward - waited)
             self._waited += waited
             self._forward = None
-        return RankReport(self._compute, self._waited, self._optimizer, self._data)
+        return RankReport(self._compute, self._waited + self._exchanged_before, self._optimizer, self._data)
 
     def told(self, reports: Sequence[RankReport]) -> None:
-        """What all ranks reported for this step."""
+        """What all ranks reported for this step; until they had, this rank may have waited for others."""
+        self._exchanged += self.clock.take()
         self._reports = tuple(reports)
 
     def optimizer_begins(self) -> None:
@@ -113,6 +119,8 @@ class StepTimer:
             self._optimizing = None
         if self._begun is not None and self._reports is not None:
             self._steps.append(_Step(now - self._begun, self._reports, self.samples))
+        if self._reports is not None:
+            self._exchanged_before, self._exchanged = self._exchanged, 0.0
         self._begun = now
         self._compute = self._waited = self._data = 0.0
         self._reports = None
