@@ -27,12 +27,17 @@ class Case:
     Args:
         strategy: one of `STRATEGIES`.
         communication_dtype: how gradients travel between nodes, ``fp32`` or a lossy format.
-        batch_sizes: samples of each rank; `EQUAL`; or `PLAN`, what the planner makes of measured ranks.
+        batch_sizes: samples of each rank; `EQUAL`; or `PLAN`, what the planner makes of measured ranks. None: what the
+            strategy's name stands for.
     """
 
     strategy: str
     communication_dtype: str = FULL_PRECISION
-    batch_sizes: str | tuple[int, ...] = EQUAL
+    batch_sizes: str | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_sizes is None:
+            object.__setattr__(self, "batch_sizes", usual_sizes(self.strategy))
 
     @property
     def label(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, STRATEGIES, Case, usual_sizes
+from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, STRATEGIES, Case
 from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
 from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NetworkDescription, NodeDescription
 from accelerate_lshdp.plan_validation import (
@@ -268,12 +268,12 @@ def _read_case(entry: object, path: str) -> Case:
     require_choice(strategy, path, STRATEGIES)
     if given:
         require_choice(communication_dtype, path, FORMATS)
-    sizes = section.get("batch_sizes", usual_sizes(strategy))
+    sizes = section.get("batch_sizes")
     if isinstance(sizes, list):
         for index, size in enumerate(sizes):
             require_integer(size, f"{path}.batch_sizes[{index}]", least=1)
         sizes = tuple(sizes)
-    else:
+    elif "batch_sizes" in section:
         require_choice(sizes, f"{path}.batch_sizes", (EQUAL, PLAN))
     case = Case(strategy, communication_dtype or FULL_PRECISION, sizes)
     if case.is_peer and given:

@@ -88,7 +88,7 @@ class Limit:
             "name": self.name,
             "value": value if measured else None,
             "limit": self.at_most,
-            "holds": measured and value <= self.at_most,
+            "holds": bool(measured and value <= self.at_most),
         }
 
 

@@ -98,7 +98,7 @@ class Knowledge:
             communication_dtype=case.communication_dtype,
             wire_bytes=format.wire_bytes,
         )
-        return predicted.seconds
+        return float(predicted.seconds)
 
 
 def micro_batches_of(

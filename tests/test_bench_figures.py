@@ -1,0 +1,119 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Figures of a benchmark that are computed: formula bytes, limits, and what stands in results.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerate_lshdp.benchmarking.cases import Case
+from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
+from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
+from accelerate_lshdp.benchmarking.measurement import Measurement
+from accelerate_lshdp.benchmarking.rank import sent_bytes
+from accelerate_lshdp.planning.cluster_model import ModelSize
+
+
+# 800 bytes of parameters: two blocks of 300 and a root of 200.
+SIZE = ModelSize(800, 800, (300, 300))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "four_nodes", "two_by_two"),
+    [
+        # Ring all-reduce over all ranks: 2 (W-1)/W.
+        ("torch_ddp", 1200, 1200),
+        ("ddp", 1200, 1200),
+        # Shards between nodes: 2 (N-1)/N.
+        ("torch_hsdp", 1200, 800),
+        ("lsdp", 1200, 800),
+        ("group_sharding", 1200, 800),
+        # Blocks gathered twice and the root once, (600 * 2 + 200) * 3/4; gloo reduces and scatters by an all-reduce.
+        ("torch_fsdp", 1050 + 1200, 1050 + 1200),
+        # By all-to-all (N x 1), and in two stages: (N-1)/N.
+        ("fsdp", 1050 + 600, 700 + 400),
+        ("fsdp_offload", 1050 + 600, 700 + 400),
+        ("zero2", 600 + 600, 400 + 400),
+    ],
+)
+def test_bytes_of_each_strategy(strategy: str, four_nodes: float, two_by_two: float) -> None:
+    assert formula_bytes(Case(strategy), [1, 1, 1, 1], SIZE) == pytest.approx([four_nodes] * 4)
+    assert formula_bytes(Case(strategy), [2, 2], SIZE) == pytest.approx([two_by_two] * 2)
+    assert formula_bytes(Case(strategy), [2], SIZE) == [0.0]
+
+
+def test_bytes_of_formats_and_of_several_micro_batches() -> None:
+    assert formula_bytes(Case("lsdp", "bf16"), [1, 1], SIZE) == pytest.approx([400, 400])
+    assert formula_bytes(Case("lsdp", "powersgd"), [1, 1], SIZE, wire_bytes=80) == pytest.approx([80, 80])
+    assert formula_bytes(Case("lsdp"), [1, 1], SIZE, micro_batches=3) == pytest.approx([800, 800])
+    # Three times the gathers, one reduction.
+    assert formula_bytes(Case("fsdp"), [1, 1], SIZE, micro_batches=3) == pytest.approx([3 * 700 + 400] * 2)
+    with pytest.raises(ValueError, match="found format powersgd without wire_bytes"):
+        formula_bytes(Case("lsdp", "powersgd"), [1, 1], SIZE)
+
+
+def measured(**identity: Any) -> Measurement:
+    given = {"cluster": "c", "model": "m", "network": "n", "bits_per_second": 1e9, "nodes": [1, 1]}
+    measurement = Measurement(**{**given, "total_batch_size": 8, "case": Case("lshdp"), **identity})
+    measurement.micro_batches = [(6, 1), (2, 1)]
+    return measurement
+
+
+def test_a_case_has_medians_weighted_losses_and_bytes_a_step() -> None:
+    measurement = measured()
+    measurement.trained([[(9.0, 4.0)], [(9.0, 8.0)]])  # does not count, but its loss and time do
+    measurement.add_turn([[(1.0, 3.0), (2.0, 2.0)], [(3.0, 3.0), (2.0, 2.0)]], [100, 200], None)
+    measurement.add_turn([[(4.0, 1.0)], [(4.0, 1.0)]], [60, 60], None)
+    result = measurement.to_dict()
+    assert result["step_seconds"] == 2.0 and result["round_seconds"] == [2.0, 4.0]
+    assert result["samples_per_second"] == 4.0 and result["spread"] == 0.0
+    assert result["losses"] == [[9.0, 1, 5.0], [11.0, 2, 3.0], [13.0, 3, 2.0], [17.0, 4, 1.0]]
+    assert result["bytes_between_nodes"] == [55.0, 80.0] and result["bytes_inside_nodes"] is None
+    assert result["label"] == "lshdp fp32" and result["batch_sizes"] == [6, 2] and result["error"] is None
+
+
+def test_a_case_that_failed_has_no_figures() -> None:
+    measurement = measured()
+    measurement.add_turn([[(1.0, 3.0)], [(1.0, 3.0)]], None, None)
+    measurement.error = "out of memory"
+    result = measurement.to_dict()
+    assert result["error"] == "out of memory" and result["losses"] == []
+    assert result["step_seconds"] is None and result["batch_sizes"] is None
+    assert result["nodes"] == [1, 1] and result["strategy"] == "lshdp"
+
+
+def case(label: str, **figures: Any) -> dict[str, Any]:
+    given = {"cluster": "c", "model": "m", "network": "n", "label": label, "step_seconds": 1.0}
+    return {**given, "predicted_seconds": None, "bytes_between_nodes": None, "formula_bytes": None, **figures}
+
+
+def test_limits_compare_cases_of_the_same_cluster_and_model() -> None:
+    ratio = Limit("r", Ratio(("a", "b"), ("c",), "n", "step_seconds"), 0.5)
+    cases = [case("a", step_seconds=3.0), case("b", step_seconds=1.0), case("c", step_seconds=4.0)]
+    assert ratio.judge(cases, 9.0) == {"name": "r", "value": 0.25, "limit": 0.5, "holds": True}
+    slower = [{**entry, "model": "other", "step_seconds": 2.0} for entry in cases]
+    assert ratio.judge(cases + slower, 9.0)["value"] == 1.0
+    failed = [*cases[:2], case("c", step_seconds=None)]
+    assert ratio.judge(failed, 9.0) == {"name": "r", "value": None, "limit": 0.5, "holds": False}
+    assert Limit("w", WallSeconds(), 10).judge(cases, 9.0)["holds"]
+
+
+def test_limits_of_errors_take_the_median_or_the_largest() -> None:
+    cases = [case("a", predicted_seconds=1.02), case("b", predicted_seconds=0.9), case("c", predicted_seconds=1.03)]
+    middle = Limit("m", Deviation("predicted_seconds", "step_seconds", middle=True), 0.05).judge(cases, 0.0)
+    assert middle["value"] == pytest.approx(0.03) and middle["holds"]
+    largest = Limit("l", Deviation("predicted_seconds", "step_seconds", middle=False), 0.05).judge(cases, 0.0)
+    assert largest["value"] == pytest.approx(0.1) and not largest["holds"]
+    bytes_of = Limit("b", Deviation("bytes_between_nodes", "formula_bytes", middle=False), 0.02)
+    sent = [case("a", bytes_between_nodes=[101.0, 100.0], formula_bytes=[100.0, 100.0]), case("b")]
+    assert bytes_of.judge(sent, 0.0)["value"] == pytest.approx(0.01)
+    assert not bytes_of.judge([case("b")], 0.0)["holds"]
+
+
+def test_bytes_of_an_interface_are_those_that_it_sent() -> None:
+    text = "Inter-|   Receive\n face |bytes\n"
+    text += "    lo: 7 1 0 0 0 0 0 0 42 1 0 0 0 0 0 0\n  eth0: 1 1 0 0 0 0 0 0 2 1 0 0 0 0 0 0\n"
+    assert sent_bytes("lo", text) == 42
+    with pytest.raises(ValueError, match="found no interface eth1"):
+        sent_bytes("eth1", text)
