@@ -158,6 +158,7 @@ def _document(
             {
                 "strategy": estimate.strategy,
                 "communication_dtype": estimate.communication_dtype,
+                "fits": estimate.fits,
                 "problem": estimate.problem,
                 "micro_batches": [list(entry) for entry in estimate.micro_batches],
                 "device_bytes": list(estimate.device_bytes),

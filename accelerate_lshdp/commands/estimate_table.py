@@ -71,7 +71,7 @@ def print_estimates(
 def _figures(estimate: Estimate) -> list[str]:
     prediction = estimate.prediction
     if prediction is None:
-        return ["", "", "", "does not fit"]
+        return ["", "", "", "cannot be cut so" if estimate.fits else "does not fit"]
     return [
         format_bytes(max(prediction.bytes_between_nodes)),
         f"{prediction.seconds:.3g} s",

@@ -44,8 +44,10 @@ def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[
     if fitting:
         chosen = exact or lossy
         reasons += [_network_reason(cluster, chosen), *_speed_reason(cluster, estimates, chosen)]
-    elif all(estimate.problem for estimate in estimates):
+    elif not any(estimate.fits for estimate in estimates):
         reasons.append("Nothing fits. " + _way_out(model))
+    else:
+        reasons.append("The global batch cannot be cut: " + next(e.problem for e in estimates if e.fits) + ".")
     return Advice(exact, lossy, tuple(reasons))
 
 
@@ -65,10 +67,10 @@ def _memory_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> 
     whole = next(estimate for estimate in estimates if estimate.strategy == "ddp")
     states = whole.memory[0].states / 1e9
     text = f"Parameters, gradients and optimizer states of one copy take {states:.3g} GB"
-    if whole.problem is None:
+    if whole.fits:
         return f"{text}: with activations, a copy on every rank fits."
-    sharded = [e.strategy for e in estimates if e.problem is None and e.communication_dtype == _EXACT]
-    rest = f"; {', '.join(dict.fromkeys(sharded))} fit" if sharded else ""
+    fitting = ", ".join(dict.fromkeys(estimate.strategy for estimate in estimates if estimate.fits))
+    rest = f"; what fits: {fitting}" if fitting else ""
     return f"{text}: a copy on every rank does not fit ({whole.problem}){rest}."
 
 

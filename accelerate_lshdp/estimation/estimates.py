@@ -42,12 +42,13 @@ class Estimate:
     Args:
         strategy: one of `STRATEGIES`.
         communication_dtype: one of `FORMATS`.
-        micro_batches: (size, accumulation steps) of each rank; empty if it does not fit.
-        memory: of a rank of each node, with its micro-batch; with one sample if it does not fit.
+        micro_batches: (size, accumulation steps) of each rank; empty without a prediction.
+        memory: of a rank of each node, with its micro-batch; with one sample without a prediction.
         device_bytes: of the device of each node's ranks, everything counted; None: it computes in host memory.
         host_bytes: of each node.
-        prediction: None if it does not fit.
-        problem: why it does not fit, or None.
+        prediction: None if it does not fit, or the global batch cannot be cut.
+        problem: why there is no prediction, or None.
+        fits: whether memory suffices for one sample a rank.
     """
 
     strategy: str
@@ -58,6 +59,7 @@ class Estimate:
     host_bytes: tuple[float, ...]
     prediction: StepPrediction | None
     problem: str | None
+    fits: bool
 
     @property
     def label(self) -> str:
@@ -141,7 +143,7 @@ class _Estimator:
             try:
                 micro_batches = self._micro_batches(profiles)
             except PlanningError as error:
-                return self._result([1] * len(self.cluster.nodes), (), None, f"no batch sizes: {error}")
+                return self._result([1] * len(self.cluster.nodes), (), None, f"no batch sizes: {error}", fits=True)
             if max(steps for _, steps in micro_batches) == 1:
                 break
         prediction = predict_step(
@@ -158,7 +160,7 @@ class _Estimator:
             max(size for size, _ in micro_batches[first : first + count])
             for first, count in zip(first_ranks, self.cluster.node_sizes, strict=True)
         ]
-        return self._result(samples, tuple(micro_batches), prediction, None)
+        return self._result(samples, tuple(micro_batches), prediction, None, fits=True)
 
     # Memory
 
@@ -203,7 +205,7 @@ class _Estimator:
         problem = f"node {index} needs {host / 1e9:.3g} GB of host memory for one sample a rank"
         if device is not None and node.device.memory_bytes is not None and device > node.device.memory_bytes * _USABLE:
             problem = f"node {index} ({node.name}) needs {device / 1e9:.3g} GB on its device for one sample"
-        return self._result([1] * len(self.cluster.nodes), (), None, problem)
+        return self._result([1] * len(self.cluster.nodes), (), None, problem, fits=False)
 
     def _result(
         self,
@@ -211,11 +213,12 @@ class _Estimator:
         micro_batches: tuple[tuple[int, int], ...],
         prediction: StepPrediction | None,
         problem: str | None,
+        fits: bool,
     ) -> Estimate:
         memory = self._memory(samples)
         needs = [self._needs(node, rank) for node, rank in zip(self.cluster.nodes, memory, strict=True)]
         devices, hosts = zip(*needs, strict=True)
-        return Estimate(self.strategy, self.dtype, micro_batches, memory, devices, hosts, prediction, problem)
+        return Estimate(self.strategy, self.dtype, micro_batches, memory, devices, hosts, prediction, problem, fits)
 
     # Time
 
@@ -239,8 +242,9 @@ class _Estimator:
             most = min(profile.max_micro_batch_size for profile in profiles)
             profiles = [replace(slowest, max_micro_batch_size=most)] * len(profiles)
         accumulates = self.total > sum(profile.max_micro_batch_size for profile in profiles)
-        groups = self._shard_groups() if self.traits.is_unequal else [list(range(len(profiles)))]
-        plan = plan_fixed_total(profiles, self.total, allow_accumulation=accumulates, shard_groups=groups)
+        plan = plan_fixed_total(
+            profiles, self.total, allow_accumulation=accumulates, shard_groups=self._shard_groups()
+        )
         return list(plan.micro_batches)
 
     def _shard_groups(self) -> list[list[int]]:

@@ -266,35 +266,43 @@ class _StepWriter:
     def write_world_sharded(self) -> None:
         """Units are gathered before they are computed, and their gradients reduced after their backward."""
         units, root = self.model.unit_bytes, self.model.root_bytes
-        shares = [unit / sum(units) for unit in units]
         to_gradient = self.model.gradient_bytes / self.model.parameter_bytes
-        forward = self.time * (1 - BACKWARD_SHARE)
-        gather, reduce_scatter = self.collectives.gather, self.collectives.reduce_scatter
-        last: int | None = None  # what the next segment needs
+        forward, backward = self.time * (1 - BACKWARD_SHARE), self.time * BACKWARD_SHARE
         place = self._compute(self.optimizer + self.overhead)
         count = int(self.steps.max())
         for micro_batch in range(count):
-            if root and (self.traits.gathers_twice or micro_batch == 0):
-                last = self._transfer(gather, root, place)
-            for number, (unit, share) in enumerate(zip(units, shares, strict=True)):
-                if self.traits.gathers_twice or micro_batch == 0:
-                    last = self._transfer(gather, unit, self._gather_after(place, number))
-                place = self._compute(forward * share, needs=last)
-            reduces = micro_batch == count - 1
-            for number, (unit, share) in enumerate(zip(reversed(units), reversed(shares), strict=True)):
-                if self.traits.gathers_twice:
-                    last = self._transfer(gather, unit, self._gather_after(place, number))
-                extra = 2 * self._conversion(unit * to_gradient) if reduces else 0.0
-                place = self._compute((self.time - forward) * share, needs=last, extra=extra)
-                if reduces:
-                    reduced = self._transfer(reduce_scatter, unit * to_gradient * self.wire_share, place)
-                    last = reduced if self.blocks else last
-            if root and reduces:
-                self._transfer(reduce_scatter, root * to_gradient * self.wire_share, place)
+            gathers = self.traits.gathers_twice or micro_batch == 0
+            if gathers and root:
+                self._transfer(self.collectives.gather, root, place)
+            place = self._pass(units, forward, place, gathers=gathers)
+            gradients = to_gradient if micro_batch == count - 1 else None
+            place = self._pass(units[::-1], backward, place, gathers=self.traits.gathers_twice, gradients=gradients)
+        if root:
+            self._transfer(self.collectives.reduce_scatter, root * to_gradient * self.wire_share, place)
 
-    def _gather_after(self, place: int, number: int) -> int:
-        """The segment after which a unit is gathered: the last one, or with streams the one before it."""
-        return place - 1 if self.cluster.streams and number > 0 else place
+    def _pass(
+        self, units: Sequence[float], seconds: np.ndarray, place: int, *, gathers: bool, gradients: float | None = None
+    ) -> int:
+        """A forward or a backward through the units, after segment `place`; returns its last segment.
+
+        Args:
+            units: bytes, in the order of this pass.
+            seconds: of each rank, of the whole pass.
+            gathers: every unit is gathered before it is computed; with streams while the unit before is computed.
+            gradients: bytes of gradients for each byte of a unit; they are reduced after it. None: they are not.
+        """
+        gathered: dict[int, int | None] = {}
+        last = None
+        for number, unit in enumerate(units):
+            for ahead in (number, number + 1) if self.cluster.streams else (number,):
+                if gathers and ahead < len(units) and ahead not in gathered:
+                    gathered[ahead] = self._transfer(self.collectives.gather, units[ahead], place)
+            extra = 0.0 if gradients is None else 2 * self._conversion(unit * gradients)
+            place = self._compute(seconds * (unit / sum(units)), needs=gathered.get(number, last), extra=extra)
+            if gradients is not None:
+                reduced = self._transfer(self.collectives.reduce_scatter, unit * gradients * self.wire_share, place)
+                last = reduced if self.blocks else None
+        return place
 
     # What comes out
 
@@ -319,7 +327,7 @@ class _StepWriter:
         columns = zip(compute, self.optimizer, communication, wait, strict=True)
         sent = np.sum([exchange.sent_bytes for exchange, _ in self.transfers] or [[0.0] * len(self.nodes)], axis=0)
         return StepPrediction(
-            played.seconds,
+            float(played.seconds),
             tuple(RankStep(*map(float, values)) for values in columns),
             tuple(sent.tolist()),
             tuple(self.inside_bytes.tolist()),
