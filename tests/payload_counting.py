@@ -86,12 +86,17 @@ class PayloadCounter:
 
 
 def count_one_step(
-    strategy: str, micro_batches: int, dtype: str, own_accumulation: int, node_sizes: Sequence[int] | None = None
+    strategy: str,
+    micro_batches: int,
+    dtype: str,
+    own_accumulation: int,
+    node_sizes: Sequence[int] | None = None,
+    intra_node: str = "auto",
 ) -> dict:
     """Trains a small ViT for one optimizer step.
 
     Args:
-        strategy, micro_batches, dtype: of the plan.
+        strategy, micro_batches, dtype, intra_node: of the plan.
         own_accumulation: the script's.
         node_sizes: nodes for the bytes between them; None: those of the run.
 
@@ -101,7 +106,9 @@ def count_one_step(
     """
     case = CASES["vit"]
     world = dist.get_world_size()
-    plan = Plan.from_batch_sizes([(2, micro_batches)] * world, strategy=strategy, communication_dtype=dtype)
+    plan = Plan.from_batch_sizes(
+        [(2, micro_batches)] * world, strategy=strategy, communication_dtype=dtype, intra_node=intra_node
+    )
     accelerator = LSHDPAccelerator(plan=plan, gradient_accumulation_steps=own_accumulation)
     model = case.model(layers=3, hidden=64)  # large beside what the ranks tell each other in a step
     total = sum(parameter.numel() * 4 for parameter in model.parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from payload_counting import count_one_step, gathered_parameters
 
@@ -9,15 +11,14 @@ from payload_counting import count_one_step, gathered_parameters
 TOLERANCE = 0.02  # the ranks also tell each other a few numbers in each step
 
 
-def expected(strategy: str, micro: int, total: int, root: int, local: int, width: float) -> dict[str, float]:
-    """Payload of the collectives of one step: `total` bytes of parameters, `local` ranks a node."""
-    if strategy == "ddp":
-        return {"all_reduce": total * width}
-    gathered = gathered_parameters(strategy, micro, total, root)
+def expected(strategy: str, micro: int, total: int, root: int, width: float) -> dict[str, float]:
+    """Payload of the collectives of one step: `total` bytes of parameters, of which `root` are in no unit.
+
+    Of one rank; for strategies with one copy a node of all its ranks, which share the memory and the work on a CPU.
+    """
     if strategy in ("fsdp", "fsdp_offload", "zero2"):
-        return {"all_gather": gathered, "all_to_all": total * width}
-    inside = {"all_gather": gathered, "all_to_all": micro * total} if local > 1 else {}
-    return {"all_reduce": total / local * width, **inside}
+        return {"all_gather": gathered_parameters(strategy, micro, total, root), "all_to_all": total * width}
+    return {"all_reduce": total * width}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,25 @@ def expected(strategy: str, micro: int, total: int, root: int, local: int, width
 )
 def test_bytes_of_a_step(workers, strategy, nodes, micro_batches, dtype, own):
     width = {"fp32": 1.0, "bf16": 0.5}[dtype]
-    for counted in workers(sum(nodes)).run(count_one_step, strategy, micro_batches, dtype, own, nodes=nodes):
-        formula = expected(strategy, micro_batches * own, counted["total"], counted["root"], nodes[0], width)
-        allowed = TOLERANCE * sum(formula.values())
-        for kind in formula.keys() | counted["payload"].keys():
-            sent = counted["payload"].get(kind, 0)
-            assert abs(sent - formula.get(kind, 0)) <= allowed, f"{kind}: sent {sent}, expected {formula.get(kind, 0)}"
+    counted = workers(sum(nodes)).run(count_one_step, strategy, micro_batches, dtype, own, nodes=nodes)
+    formula = expected(strategy, micro_batches * own, counted[0]["total"], counted[0]["root"], width)
+    allowed = TOLERANCE * sum(formula.values())
+    together = nodes[0] if strategy in ("lsdp", "group_sharding") else 1
+    for first in range(0, sum(nodes), together):
+        payload = sum((Counter(rank["payload"]) for rank in counted[first : first + together]), Counter())
+        for kind in formula.keys() | payload.keys():
+            assert payload[kind] == pytest.approx(formula.get(kind, 0), abs=allowed), kind
+
+
+@pytest.mark.parametrize(("strategy", "micro_batches", "dtype"), [("lsdp", 3, "fp32"), ("group_sharding", 2, "bf16")])
+def test_bytes_of_a_step_without_shared_memory(workers, strategy, micro_batches, dtype):
+    """As on GPUs: the ranks of a node gather and scatter in every micro-batch, and each sums its shard over nodes."""
+    settings = (strategy, micro_batches, dtype, 1, None, "collectives")
+    for counted in workers(4).run(count_one_step, *settings, nodes=(2, 2)):
+        total = counted["total"]
+        formula = {
+            "all_reduce": total / 2 * {"fp32": 1.0, "bf16": 0.5}[dtype],
+            "all_gather": gathered_parameters(strategy, micro_batches, total, counted["root"]),
+            "all_to_all": micro_batches * total,
+        }
+        assert counted["payload"] == pytest.approx(formula, abs=TOLERANCE * sum(formula.values()))
