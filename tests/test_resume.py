@@ -5,7 +5,7 @@ Each node has its own folder. The interrupted run and the run that continues it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ class Run:
     num_workers: int = 0
     model: str = "vit"
     schedule: bool = True
+    communication: dict = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -49,7 +50,7 @@ def train(run: Run) -> tuple[dict, list[float], dict]:
     case = CASES[run.model]
     set_seed(7)
     accelerator = LSHDPAccelerator(
-        plan=Plan.from_batch_sizes(run.sizes, strategy=run.strategy),
+        plan=Plan.from_batch_sizes(run.sizes, strategy=run.strategy, **run.communication),
         lsdp_plugin=LSDPPlugin(loss_weighting=case.weighting),
         gradient_accumulation_steps=run.own_accumulation,
     )
@@ -117,6 +118,8 @@ def folders(tmp_path, nodes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(map(str, made))
 
 
+INT8 = {"communication_dtype": "int8"}
+POWERSGD = {"communication_dtype": "powersgd", "powersgd_rank": 2, "powersgd_warmup_steps": 2}
 SAME_PLAN = [
     ("ddp", (5, 3), (1, 1), {"dropout": True}),
     ("lsdp", (5, 3), (1, 1), {"dropout": True}),
@@ -126,6 +129,9 @@ SAME_PLAN = [
     ("lsdp", (3, 1, 2, 2), (2, 2), {"dropout": True, "model": "gpt2"}),
     ("ddp", (3, 1, 2, 2), (1, 1, 1, 1), {"dropout": True}),
     ("group_sharding", (3, 1, 2, 2), (2, 2), {}),
+    ("lsdp", (5, 3), (1, 1), {"communication": INT8}),
+    ("ddp", (5, 3), (1, 1), {"communication": POWERSGD, "own_accumulation": 2}),
+    ("lsdp", (3, 1, 2, 2), (2, 2), {"communication": POWERSGD}),
 ]
 
 

@@ -1,0 +1,227 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Lossy formats in training: all ranks stay the same, what they send, other plans, frozen parameters, and the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from exactness import full
+from launching import free_port
+from lossy_reductions import new_reduction
+from payload_counting import PayloadCounter
+from torch.utils.data import DataLoader
+from training_cases import CASES, collate, make_optimizer, relative_error
+
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.engine.collectives import OrderedReductions
+from accelerate_lshdp.engine.reductions import wire_bytes
+from accelerate_lshdp.plan import Communication, PlanError
+
+
+FORMATS = {"int8": {}, "powersgd": {"powersgd_rank": 2, "powersgd_warmup_steps": 1}}
+
+
+def train(dtype: str, strategy: str, sizes: tuple, steps: int = 4) -> dict:
+    """Parameters after some steps of a tiny ViT."""
+    case = CASES["vit"]
+    plan = Plan.from_batch_sizes(sizes, strategy=strategy, communication_dtype=dtype, **FORMATS.get(dtype, {}))
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model()
+    optimizer = make_optimizer(model, 1e-3, 0.0)
+    loader = DataLoader(case.dataset(steps * plan.total_batch_size, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(case.loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "nodes"),
+    [("ddp", (3, 1, 2), (1, 2)), ("lsdp", ((3, 2), (1, 2)), (1, 1)), ("group_sharding", (3, 1, 2, 2), (2, 2))],
+)
+def test_replicas_stay_identical_and_near_the_exact_ones(workers, dtype, strategy, sizes, nodes):
+    pool = workers(len(sizes))
+    exact = pool.run(train, "fp32", strategy, sizes, nodes=nodes)[0]
+    results = pool.run(train, dtype, strategy, sizes, nodes=nodes)
+    for parameters in results:
+        assert all(torch.equal(value, results[0][name]) for name, value in parameters.items())
+    assert 0 < relative_error(results[0], exact) < 0.05
+
+
+def send_one_buffer(dtype: str) -> tuple[dict, int]:
+    """Bytes of the messages for one buffer, counted at the collectives, and by the formula."""
+    communication = Communication(dtype, **({"powersgd_warmup_steps": 0} if dtype == "powersgd" else {}))
+    reduction = new_reduction(communication)
+    shapes = [torch.Size(shape) for shape in ((300, 400), (400,), (200, 300), (300,))]
+    buffer = torch.ones(sum(shape.numel() for shape in shapes))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counter = PayloadCounter(monkeypatch, [1] * dist.get_world_size())
+        reduction.start(buffer, 0, shapes).wait()
+    return dict(counter.sent), wire_bytes(communication, buffer, shapes)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "powersgd"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_between_nodes_follow_the_formula(workers, dtype, world_size):
+    for sent, formula in workers(world_size).run(send_one_buffer, dtype):
+        assert sum(sent.values()) == pytest.approx(2 * (world_size - 1) / world_size * formula, rel=0.02)
+
+
+def resume_elsewhere(folder: str, plan: Plan, saves: bool) -> list[str]:
+    """Saves or loads a checkpoint; returns warnings."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("accelerate_lshdp.checkpointing").addHandler(handler)
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model()
+    optimizer = make_optimizer(model, 1e-3, 0.0)
+    loader = DataLoader(case.dataset(16, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if not saves:
+        accelerator.load_state(folder)
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    if saves:
+        accelerator.save_state(folder)
+    logging.getLogger("accelerate_lshdp.checkpointing").removeHandler(handler)
+    return [message for message in heard if "starts anew" in message]
+
+
+def test_another_plan_starts_anew_and_says_so_once(workers, tmp_path):
+    first = Plan.from_batch_sizes([3, 1], strategy="ddp", communication_dtype="int8")
+    other = Plan.from_batch_sizes([1, 3], strategy="ddp", communication_dtype="int8")
+    folder = str(tmp_path / "checkpoint")
+    workers(2).run(resume_elsewhere, folder, first, True)
+    assert workers(2).run(resume_elsewhere, folder, first, False) == [[], []]
+    said = [message for heard in workers(2).run(resume_elsewhere, folder, other, False) for message in heard]
+    assert len(said) == 1 and "what int8 keeps from step to step" in said[0]
+
+
+def refused_environment() -> str:
+    os.environ.update(LSDP_COMMUNICATION_DTYPE="powersgd", LSDP_POWERSGD_RANK="3", LSDP_STRATEGY="fsdp")
+    with pytest.raises(PlanError) as refusal:
+        LSHDPAccelerator()
+    os.environ["LSDP_STRATEGY"] = "ddp"
+    assert LSHDPAccelerator().plan.communication == Communication("powersgd", 3)
+    return str(refusal.value)
+
+
+def test_options_from_the_environment(workers):
+    (message,) = workers(1).run(refused_environment)
+    assert 'found "powersgd" with strategy "fsdp"' in message
+
+
+def test_keyword_against_plan() -> None:
+    plan = Plan.equal(communication_dtype="powersgd", powersgd_rank=2)
+    with pytest.raises(ValueError, match="powersgd_rank='4' was given as a keyword, but the plan says '2'"):
+        LSDPPlugin(powersgd_rank=4).resolve(plan)
+
+
+def abandon_then_train(dtype: str) -> bool:
+    """A backward that fails on all ranks while buffers are under way; the next one uses the same buffers."""
+    reduction = new_reduction(Communication(dtype))
+    ordered = OrderedReductions(reduction, clock=LSHDPAccelerator()._clock, count=2)
+    shapes = [torch.Size((40, 50))]
+    ordered.ready(0, torch.ones(2000), shapes)
+    ordered.reset()
+    buffers = [torch.ones(2000), torch.full((2000,), 2.0)]
+    for index, buffer in enumerate(buffers):
+        ordered.ready(index, buffer, shapes)
+    ordered.finish()
+    ranks = dist.get_world_size()
+    return bool((buffers[1] - 2 * ranks).abs().max() < 0.05) and bool(buffers[0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
+def test_abandoned_backward(workers, dtype):
+    assert workers(2).run(abandon_then_train, dtype) == [True, True]
+
+
+def frozen_later(dtype: str) -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("accelerate_lshdp.engine.two_message_reduction").addHandler(handler)
+    reduction = new_reduction(Communication(dtype, **FORMATS[dtype]))
+    for sizes in ((30, 40), (30, 40)), ((30, 40),):
+        shapes = [torch.Size(sizes_of) for sizes_of in sizes]
+        for _ in range(2):
+            buffer = torch.ones(sum(shape.numel() for shape in shapes))
+            reduction.start(buffer, 3, shapes).wait()
+    assert (buffer - 2).abs().max() < 0.05
+    return heard
+
+
+@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
+def test_a_buffer_with_other_parameters_drops_what_was_kept(workers, dtype):
+    for heard in workers(2).run(frozen_later, dtype):
+        assert len(heard) == 1 and "gradient buffer 3 has other parameters than before" in heard[0]
+
+
+#: Rank 1 leaves while rank 0 waits for its message, or both leave with a message under way.
+ENDING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.engine.shutdown import install_clean_exit
+from accelerate_lshdp.plan import Communication
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+install_clean_exit()
+reduction = make_reduction(Communication(sys.argv[1]), dist.group.WORLD)
+for step in range(3):
+    reduction.start(torch.ones(5000), 0, [torch.Size((50, 100))]).wait()
+dist.barrier()
+if rank == 0:
+    pending = reduction.start(torch.ones(5000), 0, [torch.Size((50, 100))])
+    if sys.argv[2] == "wait":
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            print("ended:", "onnection" in str(error))
+elif sys.argv[2] == "both":
+    time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "what"), [("int8", "both"), pytest.param("powersgd", "wait", marks=pytest.mark.slow)]
+)
+def test_ends_cleanly_with_messages_under_way(tmp_path: Path, dtype: str, what: str) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    port = free_port()
+    places = [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), dtype, what],
+            env={**os.environ, **place, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in places
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert what == "both" or "ended: True" in outputs[0]
