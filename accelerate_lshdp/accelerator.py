@@ -22,6 +22,7 @@ from accelerate_lshdp.collecting import Collecting
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -178,7 +179,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         if self.num_processes == 1:
             return
         everyone: list[str | None] = [None] * self.num_processes
-        dist.all_gather_object(everyone, digest)
+        with failures_explained():
+            dist.all_gather_object(everyone, digest)
         if len(set(everyone)) > 1:
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone))
             raise RuntimeError(f"the ranks do not agree on {what}. {found}. Give all nodes the same files and options")

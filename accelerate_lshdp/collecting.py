@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils.operations import gather_object, recursively_apply
 
+from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.gathering import gather_unequal
 
 
@@ -20,6 +21,7 @@ else:
 class Collecting(_Base):
     """The part of ``LSHDPAccelerator`` that gathers."""
 
+    @failures_explained()
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all ranks along the first dimension, whose size may differ between ranks."""
         self._meet("gather")
@@ -27,6 +29,7 @@ class Collecting(_Base):
             return super().gather(tensor)
         return gather_unequal(tensor)
 
+    @failures_explained()
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers, without the samples that were only repeated to give every rank a batch."""
         place = self._tracker.current
@@ -44,14 +47,17 @@ class Collecting(_Base):
             input_data = input_data[:0]
         return gather_object(input_data)
 
+    @failures_explained()
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         self._meet("reduce")
         return super().reduce(tensor, reduction, scale)
 
+    @failures_explained()
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         self._meet("pad_across_processes")
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
+    @failures_explained()
     def wait_for_everyone(self) -> None:
         self._meet("wait_for_everyone")
         super().wait_for_everyone()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.engine.groups import new_group
 
 
 #: Calls in which all ranks take part.
@@ -80,9 +81,9 @@ class StepExchange:
         self._meetings: dist.ProcessGroup | None = None
         if world_size > 1:
             on_host = dist.get_backend() == "gloo"
-            self.group = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
+            self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
             if counts is not None:
-                self._meetings = dist.new_group(backend="gloo")
+                self._meetings = new_group(backend="gloo")
 
     def meet(self, call: str, within_window: bool) -> Meeting | None:
         """Announces a call in which all ranks take part; None if they cannot be in different micro-batches.

@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
+from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
@@ -175,6 +176,7 @@ class Stepping(_Base):
             global_window_tokens=self._window_tokens,
         )
 
+    @failures_explained()
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before."""
         self.unscale_gradients()

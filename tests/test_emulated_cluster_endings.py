@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster_remains import remains
 from launching import has_ended
 
 from accelerate_lshdp.emulated_cluster import (
@@ -54,12 +55,6 @@ def start(how: str) -> tuple[subprocess.Popen, list[int]]:
         [sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     return process, list(map(int, process.stdout.readline().split()))
-
-
-def remains(creator: int) -> list[Path]:
-    """Namespaces and control groups of a creator, wherever they are."""
-    folders = [Path("/run/netns"), *Path("/sys/fs/cgroup").glob("*"), *Path("/sys/fs/cgroup/memory").glob("*/*")]
-    return [path for folder in folders for path in folder.glob(f"lshdp-{creator}-*")]
 
 
 @pytest.mark.root

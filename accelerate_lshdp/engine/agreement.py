@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from accelerate_lshdp.engine.failures import failures_explained
+
 
 def raise_together(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
     """Raises the same RuntimeError on all ranks of `group` if any of them passes an error (collective, a barrier).
@@ -22,7 +24,8 @@ def raise_together(error: BaseException | str | None, group: dist.ProcessGroup |
         message = error
     if dist.is_available() and dist.is_initialized():
         messages: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(messages, message, group=group)
+        with failures_explained():
+            dist.all_gather_object(messages, message, group=group)
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     else:
         messages, ranks = [message], [0]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from accelerate_lshdp.engine.failures import failures_explained
+
 
 # torch 2.13 renamed both and warns of the old names on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,7 +23,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class WaitClock:
-    """Adds up the seconds that this rank spends blocked in communication.
+    """Adds up the seconds that this rank spends blocked in communication, and explains what fails there.
 
     Args:
         clock: seconds, monotonic.
@@ -35,7 +37,8 @@ class WaitClock:
     def waiting(self) -> Iterator[None]:
         started = self._clock()
         try:
-            yield
+            with failures_explained():
+                yield
         finally:
             self.seconds += self._clock() - started
 

@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
+
+
+def world_timeout() -> timedelta:
+    """How long a collective waits for a rank: as the group of all ranks was told when it was made."""
+    world = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout
+
+
+def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """A group that waits as long as that of all ranks (collective over the world, members or not).
+
+    torch would give it its own default, half an hour with gloo, whatever the user asked for.
+
+    Args:
+        ranks: its members; None: all.
+        backend: None: that of the group of all ranks.
+    """
+    members = None if ranks is None else list(ranks)
+    return dist.new_group(members, timeout=world_timeout(), backend=backend)
 
 
 class ProcessGroups:
@@ -40,5 +60,5 @@ class ProcessGroups:
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks))
+            self._made[ranks] = new_group(ranks)
         return self._made[ranks]

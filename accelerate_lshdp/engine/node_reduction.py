@@ -218,7 +218,8 @@ class NodeReduction:
                 if time.monotonic() > deadline:
                     raise NodeMemoryError(
                         f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them "
-                        "hangs, has left the training loop, or made a different number of backward passes"
+                        "hangs, has left the training loop, made a different number of backward passes, or waits for "
+                        "another node itself; their own output says more"
                     )
                 self._changed.wait(timeout=_NAP_SECONDS)
 

@@ -13,7 +13,7 @@ from accelerate_lshdp.engine.collectives import (
     TimedReduceScatter,
     WaitClock,
 )
-from accelerate_lshdp.engine.groups import ProcessGroups
+from accelerate_lshdp.engine.groups import ProcessGroups, world_timeout
 from accelerate_lshdp.engine.node_shared import NodeSharedModel
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
@@ -97,7 +97,7 @@ class Placement:
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
-                timeout_seconds=_timeout_seconds(),
+                timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
@@ -147,8 +147,3 @@ class Placement:
             return None
         group = self.groups.of_ranks(ranks)
         return self._make_reduction(group) if self.topology.rank in ranks else None
-
-
-def _timeout_seconds() -> float:
-    """How long collectives wait for a rank: as the process group was told."""
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()

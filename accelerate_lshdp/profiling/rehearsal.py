@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
+from accelerate_lshdp.engine.groups import new_group
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.reductions import make_reduction
 from accelerate_lshdp.plan_sections import Communication
@@ -139,6 +139,6 @@ def make_sender(
     if len(policies.replica_groups[0]) == 1:
         return None
     # Groups of its own: what a failed rank leaves unanswered must not get mixed up with other messages.
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in policies.replica_groups}
+    groups = {ranks: new_group(ranks) for ranks in policies.replica_groups}
     mine = next(group for ranks, group in groups.items() if rank in ranks)
     return SharedPart(make_reduction(communication, mine), len(policies.shard_groups[0]), raise_if_another_failed)
