@@ -248,12 +248,10 @@ class _Estimator:
         return list(plan.micro_batches)
 
     def _shard_groups(self) -> list[list[int]]:
-        sizes = group_sizes(self.traits, self.cluster.node_sizes)
-        ranks, groups = 0, []
-        for size, count in zip(sizes, self.cluster.node_sizes, strict=True):
-            groups += [list(range(first, first + size)) for first in range(ranks, ranks + count, size)]
-            ranks += count
-        return groups
+        """The ranks that share one copy of the parameters, group by group."""
+        world = sum(self.cluster.node_sizes)
+        size = group_sizes(self.traits, self.cluster.node_sizes)[0]
+        return [list(range(first, first + size)) for first in range(0, world, size)]
 
     def _model_size(self) -> ModelSize:
         counts, each = self.model.counts, STATE_BYTES[self.mixed_precision]
