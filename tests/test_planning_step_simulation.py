@@ -105,6 +105,9 @@ def test_a_quota_gives_back_what_was_not_used() -> None:
     short = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 0.04)])
     assert short.seconds == pytest.approx(1.3 - 0.04)
     assert Processors.under_quota(4.0, 2, 0.1) == Processors(1.0, 0.0)
+    # Four nodes that share two cores: half a core is what each of them can count on.
+    assert Processors.under_quota(0.25, 1, 0.1, available_cores=0.5) == Processors(2.0, 0.1)
+    assert Processors.under_quota(0.8, 1, 0.1, available_cores=0.5) == Processors(1.0, 0.0)
 
 
 def test_what_cannot_end_is_an_error() -> None:

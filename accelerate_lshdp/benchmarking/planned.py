@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,13 +78,14 @@ class Knowledge:
         described, measured = self.networks[network]
         format = self.formats[case.communication_dtype]
         cores = [node.cpu for node in self.nodes]
+        cores_of_rank = os.cpu_count() / sum(node.ranks for node in self.nodes)  # the nodes share this machine
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
-            # The rate is the link's own: what bytes take of processors is in `handling`.
-            link=Link.from_rate(described.bits_per_second, measured.ping_pong.latency_seconds),
+            link=self._link(described, measured),
             handling=tuple(format.handling.on(share) for share in cores),
             processors=tuple(
-                Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS) for node in self.nodes
+                Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, node.ranks * cores_of_rank)
+                for node in self.nodes
             ),
             shared_memory=self.shared_memory and not case.is_peer,
         )
@@ -99,6 +101,15 @@ class Knowledge:
             wire_bytes=format.wire_bytes,
         )
         return float(predicted.seconds)
+
+    def _link(self, described: NetworkDescription, measured: Network) -> Link:
+        """As fast as an all-reduce between nodes that do nothing else: a ring does not reach the link's rate."""
+        nodes = [node.ranks for node in self.nodes]
+        link = Link.from_rate(described.bits_per_second, measured.ping_pong.latency_seconds)
+        if len(nodes) < 2:
+            return link
+        ring = Link.from_all_reduce(0.0, measured.all_reduce.seconds_per_byte, nodes)
+        return Link(link.latency_seconds, max(link.seconds_per_byte, ring.seconds_per_byte))
 
 
 def micro_batches_of(

@@ -63,7 +63,7 @@ def print_estimates(
     speeds = "measured" if is_measured else "estimated from data sheets; --profile takes measured ones"
     console.print(
         "a device, a host: of the node that needs most, activations and the process included; node sends: to other"
-        f" nodes in a step; speeds are {speeds}",
+        f" nodes in a step; 3x2: 3 micro-batches of 2; speeds are {speeds}",
         style="dim",
     )
 
@@ -81,7 +81,7 @@ def _figures(estimate: Estimate) -> list[str]:
 
 
 def describe_batches(micro_batches: Sequence[tuple[int, int]]) -> str:
-    """Batch sizes of all ranks: ``8 x 4 ranks`` where they are the same, ``3x2`` for 3 micro-batches of 2."""
+    """Batch sizes of all ranks: ``8 on each rank`` where they are the same, ``3x2`` for 3 micro-batches of 2."""
     texts = [str(size) if steps == 1 else f"{steps}x{size}" for size, steps in micro_batches]
     if len(set(texts)) == 1 and len(texts) > 1:
         return f"{texts[0]} on each rank"

@@ -21,7 +21,7 @@ class Handling:
 
     Args:
         seconds_per_byte: for a byte that its ranks send: sending it, receiving another one, adding or copying it.
-        seconds_per_collective: for every collective, whatever its size.
+        seconds_per_collective: for every collective, whatever its size, and every rank that takes part.
         conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
 
     Raises:

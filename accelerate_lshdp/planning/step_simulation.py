@@ -40,9 +40,15 @@ class Processors:
     credit_seconds: float = 0.0
 
     @classmethod
-    def under_quota(cls, cores: float, ranks: int, period_seconds: float) -> Processors:
-        """A node whose `ranks`, of one thread each, share a quota of so many cores."""
-        peak = max(1.0, ranks / cores)
+    def under_quota(
+        cls, cores: float, ranks: int, period_seconds: float, available_cores: float = math.inf
+    ) -> Processors:
+        """A node whose `ranks`, of one thread each, share a quota of so many cores.
+
+        Args:
+            available_cores: what its quota could give it at most: its part of the machine that it shares with others.
+        """
+        peak = max(1.0, min(ranks, available_cores) / cores)
         return cls(peak, period_seconds if peak > 1 else 0.0)
 
 

@@ -215,7 +215,7 @@ class _StepWriter:
             else:
                 self.inside_bytes[node] += rounds[ranks].max() * handled
             wire = link.seconds((count - 1) / count * payload, count - 1) if link is not None else 0.0
-            seconds[ranks] += max(work + own.seconds_per_collective, wire)
+            seconds[ranks] += max(work + count * own.seconds_per_collective, wire)
         return seconds
 
     def _beside(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
@@ -312,8 +312,10 @@ class _StepWriter:
             Transfer(
                 exchange.seconds(self.cluster.link),
                 tuple(
-                    handled * own.seconds_per_byte + own.seconds_per_collective
-                    for handled, own in zip(exchange.handled_bytes, self.cluster.handling, strict=True)
+                    handled * own.seconds_per_byte + count * own.seconds_per_collective
+                    for handled, own, count in zip(
+                        exchange.handled_bytes, self.cluster.handling, self.nodes, strict=True
+                    )
                 ),
                 after,
             )
