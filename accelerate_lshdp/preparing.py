@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.plugin import BatchNormMode
@@ -118,6 +119,8 @@ class Preparing(_Base):
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self._follow_parameters(optimizer)
             self._check_optimizer(optimizer)
+            if self.device.type == "cpu" and not optimizer.state:
+                fuse_steps(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
