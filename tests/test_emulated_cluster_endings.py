@@ -30,8 +30,10 @@ DESCRIPTION = ClusterDescription((NodeDescription(0.5), NodeDescription(0.5)), N
 SCRIPT = """
 import os, signal, subprocess, sys
 from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluster, NetworkDescription, NodeDescription
+from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 
-description = ClusterDescription((NodeDescription(0.5), NodeDescription(0.5)), NetworkDescription(1e9))
+memory = None if ControlGroup.missing(memory=True) else 2**30
+description = ClusterDescription((NodeDescription(0.5, memory), NodeDescription(0.5)), NetworkDescription(1e9))
 try:
     with EmulatedCluster(description) as cluster:
         deaf = cluster.popen(0, ["sh", "-c", "trap '' TERM INT HUP; while :; do sleep 1; done"], stdout=-3, stderr=-3)

@@ -12,9 +12,11 @@ periods make the speed smoother. CPU time clocks do not count the time stopped: 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -117,8 +119,7 @@ class ControlGroup:
         hierarchies = [self._cpu]
         if memory_bytes is not None:
             hierarchies.append(_usable("memory"))
-        for hierarchy in hierarchies:
-            remove_leftover_groups(hierarchy)
+        remove_leftover_groups()
         self._period_seconds = period_seconds
         self.cores = cores
         name = unique_name(name)
@@ -185,14 +186,7 @@ class ControlGroup:
         """Gives processes that are left their full speed back and removes the group. Safe to call again."""
         atexit.unregister(self.remove)
         for path in self.paths:
-            if not path.is_dir():
-                continue
-            for pid in _pids(path):
-                try:
-                    (path.parent / "cgroup.procs").write_text(str(pid))
-                except ProcessLookupError:  # it has ended since
-                    continue
-            _remove_directory(path)
+            _remove_directory(path, _move_out)
 
     def __enter__(self) -> ControlGroup:
         return self
@@ -221,13 +215,13 @@ def quota_microseconds(cores: float, period_seconds: float) -> tuple[int, int]:
     return quota, period
 
 
-def remove_leftover_groups(hierarchy: Hierarchy) -> None:
+def remove_leftover_groups() -> None:
     """Ends what still runs in groups of this project whose creator is gone, and removes them."""
-    for path in hierarchy.parent.glob(f"{PREFIX}*"):
+    hierarchies = filter(None, map(Hierarchy.find, ("cpu", "memory")))
+    for path in itertools.chain(*(hierarchy.parent.glob(f"{PREFIX}*") for hierarchy in hierarchies)):
         # Of a creator in another container nothing can be known here: process ids differ.
         if is_leftover(path.name) and all(map(_has_our_process_ids, _procs(path))):
-            _kill_all(path)
-            _remove_directory(path)
+            _remove_directory(path, _kill)
 
 
 def _own_group(controller: str, root: Path, memberships: Path) -> Path:
@@ -268,22 +262,36 @@ def _has_our_process_ids(pid: int) -> bool:
         return True
 
 
+def _kill(path: Path) -> None:
+    for pid in _pids(path):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended since
+            continue
+
+
+def _move_out(path: Path) -> None:
+    for pid in _pids(path):
+        try:
+            (path.parent / "cgroup.procs").write_text(str(pid))
+        except ProcessLookupError:  # it has ended since
+            continue
+
+
 def _kill_all(path: Path) -> None:
     deadline = time.monotonic() + _END_SECONDS
     while pids := _pids(path):
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it has ended since
-                continue
+        _kill(path)
         if time.monotonic() > deadline:
             raise ClusterError(f"processes {pids} of {path} had not ended {_END_SECONDS:g} s after SIGKILL")
         time.sleep(0.005)
 
 
-def _remove_directory(path: Path) -> None:
-    deadline = time.monotonic() + 2.0
+def _remove_directory(path: Path, make_way: Callable[[Path], None]) -> None:
+    deadline = time.monotonic() + _END_SECONDS
     while path.is_dir():
+        # Each time: a process that was being started can join until the directory is gone.
+        make_way(path)
         try:
             path.rmdir()
         except FileNotFoundError:  # somebody else was faster

@@ -112,12 +112,12 @@ class EmulatedCluster:
             network = ClusterNetwork(len(self.description.nodes), self.description.network)
             made.callback(network.remove)
             made.callback(self._end_processes)
+            atexit.register(self.close)
             self._made = made.pop_all()
         for index, node in enumerate(self.description.nodes):
             address, namespace = network.addresses[index], network.namespaces[index]
             self.nodes.append(Node(index, address, INTERFACE, namespace, node))
         self._network = network
-        atexit.register(self.close)
         return self
 
     def __exit__(self, *error: object) -> None:
