@@ -9,6 +9,7 @@ from enum import Enum
 
 from accelerate_lshdp.planning.network import (
     Collective,
+    Exchange,
     all_to_all,
     quantised_all_reduce,
     ring_all_gather,
@@ -77,7 +78,7 @@ def strategy_traits(strategy: str) -> StrategyTraits:
 
 
 def group_sizes(traits: StrategyTraits, nodes: Sequence[int]) -> list[int]:
-    """How many ranks share a copy with each rank of each node: a divisor of what it holds.
+    """Of each node: among how many ranks the copy of the parameters that its ranks use is cut.
 
     Nodes with different numbers of ranks cannot sum shards with each other, so there every rank holds a copy.
     """
@@ -122,9 +123,9 @@ def collectives_of(
     return Collectives(None, None, shard_all_reduce if traits.shared_by is SharedBy.NODE and even else ring_all_reduce)
 
 
-def _quantised_over_all_ranks(payload: float, nodes: Sequence[int]):  # noqa: ANN202 - an Exchange, as all collectives
+def _quantised_over_all_ranks(payload: float, nodes: Sequence[int]) -> Exchange:
     scattered, gathered = all_to_all(payload, nodes), ring_all_gather(payload, nodes)
-    return type(scattered)(
+    return Exchange(
         tuple(map(sum, zip(scattered.sent_bytes, gathered.sent_bytes, strict=True))),
         tuple(map(sum, zip(scattered.handled_bytes, gathered.handled_bytes, strict=True))),
         scattered.rounds + gathered.rounds,
