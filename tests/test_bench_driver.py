@@ -77,7 +77,7 @@ class PretendedLaunch:
         return [5, 7]
 
     def _build(self, **arguments: Any) -> dict[str, Any]:
-        return {"parameters": 1000, "unit_bytes": [1000, 1000], "versions": {}}
+        return {"parameters": 1000, "unit_bytes": [1000, 1000]}
 
     def _measure_formats(self, names: list[str]) -> dict[str, Any]:
         points = [(1000, 1.0), (2000, 2.0)]

@@ -96,6 +96,8 @@ def test_limits_compare_cases_of_the_same_cluster_and_model() -> None:
     assert ratio.judge(cases + slower, 9.0)["value"] == 1.0
     failed = [*cases[:2], case("c", step_seconds=None)]
     assert ratio.judge(failed, 9.0) == {"name": "r", "value": None, "limit": 0.5, "holds": False}
+    one_of_two = [case("a", step_seconds=None), *cases[1:]]
+    assert ratio.judge(one_of_two, 9.0)["value"] == 0.25
     assert Limit("w", WallSeconds(), 10).judge(cases, 9.0)["holds"]
 
 

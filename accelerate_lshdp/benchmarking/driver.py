@@ -51,7 +51,6 @@ class ClusterBenchmark:
     ) -> None:
         self.config = config
         self.model = config.models[model]
-        self.versions: dict[str, str] = {}
         self._launch = launch
         self._say = say
         self._knowledge: Knowledge | None = None
@@ -97,7 +96,6 @@ class ClusterBenchmark:
                 emulated=launch.sleeps,
                 timeout_seconds=2 * self.config.step_timeout_seconds,
             )[0]
-            self.versions = told["versions"]
             self._size = ModelSize(4 * told["parameters"], 4 * told["parameters"], told["unit_bytes"])
             for measurement in self.measurements:
                 measurement.parameters = told["parameters"]

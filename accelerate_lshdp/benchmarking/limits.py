@@ -37,7 +37,8 @@ class Ratio:
         figures = []
         for labels in (self.numerator, self.denominator):
             chosen = [case for case in cases if case["network"] == self.network and case["label"] in labels]
-            figures.append(min((_number(case[self.figure]) for case in chosen), default=math.nan))
+            measured = [case[self.figure] for case in chosen if case[self.figure] is not None]
+            figures.append(min((max(_list(value)) for value in measured), default=math.nan))
         return figures[0] / figures[1]
 
 
@@ -90,10 +91,6 @@ class Limit:
             "limit": self.at_most,
             "holds": bool(measured and value <= self.at_most),
         }
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else max(map(float, _list(value)))
 
 
 def _list(value: Any) -> Sequence[float]:

@@ -8,7 +8,6 @@ take turns. What only some cases need is imported when they begin: it counts in 
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -35,7 +34,7 @@ class Rank:
     def build(
         self, *, model: Mapping[str, Any], seed: int, learning_rate: float, emulated: bool, timeout_seconds: float
     ) -> dict[str, Any]:
-        """Imports, loads and joins the others; says what is run.
+        """Loads the data and joins the others; returns the number of parameters, and the bytes of each block's.
 
         Args:
             model: see `models.build_model`.
@@ -52,18 +51,8 @@ class Rank:
         self.trainings: dict[str, Any] = {}
         self.timelines: dict[str, Timeline] = {}
         self.samples = samples.load_samples(model, seed)
-        import transformers
-
         parameters, unit_bytes = models.measure(model)
-        return {
-            "parameters": parameters,
-            "unit_bytes": unit_bytes,
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-        }
+        return {"parameters": parameters, "unit_bytes": unit_bytes}
 
     def set_slowdown(self, *, factors: list[float]) -> None:
         """Where CPU shares cannot be had: forward and backward take so many times as long."""
