@@ -13,7 +13,7 @@ from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 
 _EXACT = "fp32"
 #: Predictions are not better than that: of strategies that differ by less, the simpler one is chosen.
-_ALIKE = 0.01
+_ALIKE = 0.03
 #: From simple to elaborate: the first ones need least explanation.
 _SIMPLICITY = ("ddp", "hdp", "lsdp", "lshdp", "group_sharding", "zero2", "fsdp", "fsdp_offload")
 
