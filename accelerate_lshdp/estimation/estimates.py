@@ -22,13 +22,14 @@ STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "
 FORMATS = ("fp32", "bf16", "int8", "powersgd")
 #: Formats that need the same ranks to reduce the same buffers between nodes.
 _BETWEEN_NODES_ONLY = ("int8", "powersgd")
-#: What gloo takes of one core: a byte that is sent, received and added; a collective. Measured on an AMD EPYC.
+#: What gloo takes of one core: a byte that is sent, received and added; a collective. Chosen so that predictions agree
+#: with steps of an emulated cluster, not measured by themselves; `profiling.handling` measures them.
 _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
-#: What compressing and decompressing take of one core, a byte of fp32.
+#: What compressing and decompressing take of one core, a byte of fp32. Assumed: no measurement stands behind them.
 _CONVERSION_SECONDS = {"fp32": 0.0, "bf16": 0.3e-9, "int8": 0.8e-9, "powersgd": 1.0e-9}
-#: Between host memory and a device, and between devices of one host: PCIe 3.0 with 16 lanes.
+#: Between host memory and a device, and between devices of one host: assumed, as of PCIe 3.0 with 16 lanes.
 _PCI_EXPRESS = Link(20e-6, 1 / 12e9)
-#: What the process itself needs: libraries in host memory, kernels and workspaces on a device.
+#: What the process itself needs: libraries in host memory, kernels and workspaces on a device. Assumed.
 PROCESS_HOST_BYTES, PROCESS_DEVICE_BYTES = 400 * 2**20, 600 * 2**20
 #: Of memory, for what no estimate sees: fragments, temporary tensors.
 _USABLE = 0.95

@@ -109,7 +109,7 @@ class RankMemory:
 
 
 #: What a format keeps for each byte of a rank's fp32 gradient: copies under way, and errors to be made up for.
-_FORMAT_SHARES = {"fp32": 0.0, "bf16": 0.5, "int8": 1.25, "powersgd": 1.0}
+_FORMAT_SHARES = {"fp32": 0.0, "bf16": 0.5, "int8": 1.5, "powersgd": 1.0}
 
 
 def rank_memory(

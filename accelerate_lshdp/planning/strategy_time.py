@@ -33,7 +33,7 @@ BACKWARD_SHARE = 2 / 3
 #: Of the engine's own buckets, and of torch's (the first one is small).
 BUCKET_BYTES = 25e6
 _TORCH_FIRST_BUCKET, _TORCH_BUCKET = 2**20, 25 * 2**20
-#: Copying through shared memory takes about a tenth of what sending through a socket does.
+#: What copying through shared memory takes of what sending through a socket does. Assumed, not measured.
 _SHARED_MEMORY_SHARE = 0.1
 
 
