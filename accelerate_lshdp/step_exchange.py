@@ -62,6 +62,32 @@ class Meeting:
             )
 
 
+class PendingReports:
+    """What ranks are telling each other, while their last gradients travel."""
+
+    def __init__(
+        self, work: dist.Work | None, total: torch.Tensor, shape: torch.Size, lengths: Sequence[int], clock: WaitClock
+    ) -> None:
+        self._work = work
+        self._total = total
+        self._shape = shape
+        self._lengths = lengths
+        self._clock = clock
+
+    def wait(self) -> tuple[list[RankReport], list[torch.Tensor]]:
+        """What all ranks told: the same bits on all of them.
+
+        Returns:
+            The reports, one a rank; and for each model how many ranks used each parameter.
+        """
+        if self._work is not None:
+            with self._clock.waiting():
+                self._work.wait()
+        told, *counts = self._total.split([self._shape.numel(), *self._lengths])
+        rows = told.view(self._shape).tolist()
+        return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
+
+
 class StepExchange:
     """Small sums over all ranks (collective to make and to use).
 
@@ -109,21 +135,15 @@ class StepExchange:
                 dist.all_reduce(values, group=self.group)
         return values
 
-    def after_backward(
-        self, report: RankReport, usages: Sequence[torch.Tensor]
-    ) -> tuple[list[RankReport], list[torch.Tensor]]:
-        """Tells every rank what each rank reports, and which parameters any rank used.
+    def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
+        """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.
 
         Args:
             report: of this rank.
             usages: one tensor a model, 1 where this rank has a gradient for a parameter.
-
-        Returns:
-            The reports, one a rank, bit-identical on all ranks; and for each model how many ranks used each parameter.
         """
         reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
         reports[self.rank] = torch.tensor(report, dtype=torch.float64)
-        total = self.sum(torch.cat([reports.flatten(), *usages]))
-        told, *counts = total.split([reports.numel(), *(len(u) for u in usages)])
-        rows = told.view_as(reports).tolist()
-        return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
+        total = torch.cat([reports.flatten(), *usages])
+        work = None if self.group is None else dist.all_reduce(total, group=self.group, async_op=True)
+        return PendingReports(work, total, reports.shape, [len(usage) for usage in usages], self.clock)

@@ -15,6 +15,7 @@ from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.step_exchange import PendingReports
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
 
@@ -109,23 +110,17 @@ class Stepping(_Base):
                 meeting.require_all()  # else gradients are waited for that do not come
             took_part = [prepared for prepared in self._prepared if prepared.took_part]
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
+            for prepared in took_part:
+                prepared.deliver_backward()
+            pending = self._report(place, synchronised)  # while the last gradients travel
             for prepared in self._prepared:
                 prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
         except BaseException:
             for prepared in self._prepared:
                 prepared.abandon_backward()
             raise
-        report = self._timer.backward_ends()
-        if place is not None and self._tracker.first_time() and place.ends_global_batch:
-            self._timer.samples += place.total_samples
-            self.samples_seen += place.total_samples
-            if self._sizing is not None:
-                self._sizing.global_batch_trained(place)
-        if synchronised:
-            usages = [prepared.take_usage() for prepared in synchronised]
-            if self._sizing is not None:
-                report = self._sizing.complete(report)
-            reports, counts = self._exchange.after_backward(report, usages)
+        if pending is not None:
+            reports, counts = pending.wait()
             self._timer.told(reports)
             if self._sizing is not None and not self._sizing.told(reports):
                 self.check_agreement(
@@ -135,6 +130,20 @@ class Stepping(_Base):
                 )
             for prepared, count in zip(synchronised, counts, strict=True):
                 prepared.drop_unused(count)
+
+    def _report(self, place: MicroBatchPlace | None, synchronised: list[PreparedModel]) -> PendingReports | None:
+        """Begins to tell the other ranks what this one has computed, in the last backward of a step."""
+        report = self._timer.backward_ends()
+        if place is not None and self._tracker.first_time() and place.ends_global_batch:
+            self._timer.samples += place.total_samples
+            self.samples_seen += place.total_samples
+            if self._sizing is not None:
+                self._sizing.global_batch_trained(place)
+        if not synchronised:
+            return None
+        if self._sizing is not None:
+            report = self._sizing.complete(report)
+        return self._exchange.after_backward(report, [prepared.take_usage() for prepared in synchronised])
 
     def _refuse_wrong_backward(self, place: MicroBatchPlace | None) -> None:
         if self._evaluation_depth or (self._tracker.in_evaluation_pass and self._trained_models()):

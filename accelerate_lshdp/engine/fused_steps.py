@@ -2,8 +2,8 @@
 """Torch's fused optimizer steps on CPUs.
 
 Left to itself torch steps parameter by parameter there, with a pass over memory for each operation; its fused
-kernels do the same arithmetic in one pass (AdamW of 14 M parameters: a third of the time). The step is part of what the
-slowest rank keeps the others waiting for.
+kernels do the same arithmetic in one pass (AdamW of 14 M parameters: a third of the time). The step is part of what
+the slowest rank keeps the others waiting for.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from accelerate_lshdp.engine.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory
 from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, SharedBucket
+from accelerate_lshdp.engine.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.topology import Topology
 
@@ -90,12 +91,12 @@ class NodeSharedModel(PreparedModel):
         self._delivered: set[int] = set()
         self._filled: list[set[int]] = [set() for _ in self._layout]
         self._holds_local = self._synchronise = False
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._versions: dict[int, int] = {}  # what in-place changes of gradients count up
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
-        module.register_load_state_dict_post_hook(_forget_versions)
-        self._note_versions()
+        module.register_forward_pre_hook(_check_parameters)
+        module.register_load_state_dict_post_hook(_forget_parameters)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -112,6 +113,7 @@ class NodeSharedModel(PreparedModel):
         layout = Layout()
         everything = list(self.module.parameters())  # frozen ones, too: each exists once a node
         places = [layout.place(p.numel() * p.dtype.itemsize) for p in everything]
+        parameter_bytes = layout.bytes
         members = [[self._parameters[index] for index in bucket] for bucket in self._layout]
         sizes = [sum(p.numel() * p.dtype.itemsize for p in bucket) for bucket in members]
         buffers = [layout.place(size) for size in sizes]
@@ -126,6 +128,7 @@ class NodeSharedModel(PreparedModel):
         dist.barrier()
         for parameter, view in zip(everything, views, strict=True):
             parameter.data = view
+        self._watch = ParameterWatch(everything, memory.tensor(0, (parameter_bytes // 4,), torch.int32))
         by_node = [owners(sizes, len(ranks)) for ranks in topology.node_groups]
         # Every rank asks for all groups: making one is collective.
         reductions: dict[tuple[int, ...], GradientReduction | None] = {}
@@ -175,7 +178,8 @@ class NodeSharedModel(PreparedModel):
     # One backward
 
     def begin_backward(self, synchronise: bool) -> None:
-        self._check_parameters()
+        self.forget_cleared()
+        self._watch.check()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
         self._delivered.clear()
@@ -186,6 +190,12 @@ class NodeSharedModel(PreparedModel):
         self._before = [parameter.grad for parameter in self._parameters]
         for index, gradient in enumerate(self._before):
             in_place = gradient is not None and gradient.data_ptr() == self._views[index].data_ptr()
+            if self._holds_local and gradient is not None and not in_place:
+                raise RuntimeError(
+                    f"found a new tensor in .grad of a parameter of shape {tuple(gradient.shape)} between "
+                    "micro-batches of one step. Gradients are not whole before the last micro-batch: change them "
+                    "after it, or use intra_node='collectives'"
+                )
             self._fresh[index] = not (in_place and self._holds_local)
             if gradient is not None and self._fresh[index] and self._owns(index):
                 # Final already, or the user's own: it must not be summed again.
@@ -221,9 +231,11 @@ class NodeSharedModel(PreparedModel):
                 self._gradients[index] = None
             self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
 
+    def deliver_backward(self) -> None:
+        self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
+
     def finish_backward(self) -> None:
         self.in_backward = False
-        self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
         self._reduction.finish(self._synchronise, self._add_earlier)
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -231,7 +243,7 @@ class NodeSharedModel(PreparedModel):
         self._holds_local = not self._synchronise
         if self._synchronise:
             self._earlier.clear()
-        self._note_versions()
+        self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
         self._synchronise = False
 
     def _add_earlier(self, number: int) -> None:
@@ -258,48 +270,41 @@ class NodeSharedModel(PreparedModel):
     # The optimizer's step
 
     def before_step(self) -> None:
+        """Waits until all ranks of the node are about to update their parameters (collective over the node)."""
         super().before_step()
-        for index, (parameter, gradient) in self._versions.items():
+        for index, version in self._versions.items():
             found = self._parameters[index].grad
             in_place = found is not None and found.data_ptr() == self._views[index].data_ptr()
-            if in_place and found._version != gradient:
+            if in_place and found._version != version:
                 raise RuntimeError(
                     "found gradients changed in place outside accelerator.clip_grad_norm_ and clip_grad_value_. The "
                     "ranks of a node share them, so each change would be made once a rank. Clip with the "
-                    "accelerator, assign a new tensor to .grad, or use LSDPPlugin(intra_node='collectives')"
+                    "accelerator, assign a new tensor to .grad, or use intra_node='collectives'"
                 )
-            self._refuse_changed(index, parameter)
+        self._watch.check()
+        # Until here ranks may compute with the parameters as they were.
+        self._reduction.barrier()
 
     def after_step(self) -> None:
         """Waits until all ranks of the node have updated their parameters (collective over the node)."""
         self._reduction.barrier()
-        self._versions.clear()
-        self._note_versions()
+        self._watch.note()
 
-    def _note_versions(self) -> None:
-        """Keeps what in-place changes count up, of parameters and gradients."""
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            self._versions[index] = (parameter._version, -1 if gradient is None else gradient._version)
-
-    def _check_parameters(self) -> None:
-        for index, (parameter, _) in self._versions.items():
-            self._refuse_changed(index, parameter)
-
-    def _refuse_changed(self, index: int, known: int) -> None:
-        if self._parameters[index]._version != known:
-            raise RuntimeError(
-                f"found a parameter of shape {tuple(self._parameters[index].shape)} changed in place outside its "
-                "optimizer. The ranks of a node share their parameters, so the change was made once a rank. Use "
-                "load_state_dict to set values, or LSDPPlugin(intra_node='collectives')"
-            )
+    def parameters_loaded(self) -> None:
+        self._watch.forget()
 
 
-def _forget_versions(module: nn.Module, _: object) -> None:
-    """Loading a state sets the same values on all ranks, so that every rank may do it."""
+def _check_parameters(module: nn.Module, _: tuple) -> None:
     prepared = PreparedModel.of(module)
     if isinstance(prepared, NodeSharedModel):
-        prepared._versions.clear()
+        prepared._watch.check()
+
+
+def _forget_parameters(module: nn.Module, _: object) -> None:
+    """Loading a state sets the same values on all ranks, so that every rank may do it."""
+    prepared = PreparedModel.of(module)
+    if prepared is not None:
+        prepared.parameters_loaded()
 
 
 def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -336,6 +341,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     if not type(optimizer).__module__.startswith(("torch.optim", "transformers.")):
         return (
             f"each rank of a node updates some of the parameters: {name} has to treat them one by one. One that "
-            "takes norms or sums over all of them needs strategy ddp or LSDPPlugin(intra_node='collectives')"
+            "takes norms or sums over all of them needs strategy ddp or intra_node='collectives'"
         )
     return None

@@ -16,7 +16,8 @@ from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 class PreparedModel(ABC):
     """A model whose gradients are reduced over all ranks.
 
-    One backward goes ``begin_backward(synchronise)``, autograd, ``finish_backward()``. A backward with
+    One backward goes ``begin_backward(synchronise)``, autograd, ``deliver_backward()``, ``finish_backward()``. A
+    backward with
     ``synchronise=False`` only adds to what this rank (or its node) has; the next one with ``synchronise=True`` reduces
     the sum of all of them. After ``finish_backward`` of a synchronised one, ``.grad`` is final on every rank.
 
@@ -46,6 +47,7 @@ class PreparedModel(ABC):
         self.requires_synchronisation = True
         self.synchronise_next = True
         self._used: set[int] = set()
+        self._usage_told = False
         module._lshdp_prepared = weakref.ref(self)
 
         # A function, which a deep copy of the module (an average of its weights) shares; of a bound method it would
@@ -67,6 +69,10 @@ class PreparedModel(ABC):
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
         """Makes ready for autograd."""
+
+    @abstractmethod
+    def deliver_backward(self) -> None:
+        """Hands in what autograd did not produce on this rank but others wait for; does not wait itself."""
 
     @abstractmethod
     def finish_backward(self) -> None:
@@ -100,6 +106,10 @@ class PreparedModel(ABC):
         """Says that an optimizer has changed parameters (collective where ranks share them)."""
         return
 
+    def parameters_loaded(self) -> None:
+        """Says that all ranks have set the parameters to the same values."""
+        return
+
     def mark_used(self, index: int) -> None:
         """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
         if not self.in_backward:
@@ -108,12 +118,19 @@ class PreparedModel(ABC):
         self._used.add(index)
 
     def take_usage(self) -> torch.Tensor:
-        """Which trainable parameters got a gradient on this rank since the last call: 0/1, shape (parameters,)."""
+        """Which trainable parameters have a gradient that this rank took part in: 0/1, shape (parameters,)."""
         usage = torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
         if self._used:
             usage[sorted(self._used)] = 1
-        self._used.clear()
+        self._usage_told = True
         return usage
+
+    def forget_cleared(self) -> None:
+        """A backward begins: final gradients that the script has set to None are of the past."""
+        if self._usage_told:
+            parameters = self.trainable_parameters()
+            self._used = {index for index in self._used if parameters[index].grad is not None}
+            self._usage_told = False
 
     def drop_unused(self, usage: torch.Tensor) -> None:
         """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).

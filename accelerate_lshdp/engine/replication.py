@@ -89,21 +89,25 @@ class ReplicatedModel(PreparedModel):
             self._reductions.ready(number, bucket.buffer, bucket.shapes)
 
     def begin_backward(self, synchronise: bool) -> None:
+        self.forget_cleared()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None
         for bucket in self._buckets:
             bucket.filled.clear()
 
-    def finish_backward(self) -> None:
-        self.in_backward = False
+    def deliver_backward(self) -> None:
         if not self._synchronise:
             return
-        self._synchronise = False
         for bucket in self._buckets:
             for index in bucket.indices:
                 if index not in bucket.filled:
                     self._fill(index, self._parameters[index])
-        self._reductions.finish()
+
+    def finish_backward(self) -> None:
+        self.in_backward = False
+        if self._synchronise:
+            self._synchronise = False
+            self._reductions.finish()
 
     def cancel_backward(self) -> None:
         self.in_backward = self._synchronise = False

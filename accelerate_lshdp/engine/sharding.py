@@ -187,6 +187,7 @@ class ShardedModel(PreparedModel):
     # One backward
 
     def begin_backward(self, synchronise: bool) -> None:
+        self.forget_cleared()
         if self._reductions is not None and any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "found parameters unfrozen that were frozen when the model was prepared, so their gradients have no "
@@ -257,6 +258,15 @@ class ShardedModel(PreparedModel):
             buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
         unit.local.clear()
 
+    def deliver_backward(self) -> None:
+        if not self._synchronise or self._reductions is None:
+            return
+        if not self._overlaps:
+            self._set_aside_local()
+        for number in self._reductions.missing():
+            self._stood_in[number] = self._stand_in(self._units[number])
+            self._reductions.ready(number, self._stood_in[number], self._units[number].shapes())
+
     def finish_backward(self) -> None:
         self.in_backward = False
         if self.policies.strategy.is_world_sharded:
@@ -266,13 +276,8 @@ class ShardedModel(PreparedModel):
             return
         self._synchronise = False
         if self._reductions is not None:
-            if not self._overlaps:
-                self._set_aside_local()
-            skipped = {number: self._stand_in(self._units[number]) for number in self._reductions.missing()}
-            for number, buffer in skipped.items():
-                self._reductions.ready(number, buffer, self._units[number].shapes())
             self._reductions.finish()
-            for number, buffer in (skipped | self._stood_in).items():
+            for number, buffer in self._stood_in.items():
                 self._take_gradients(self._units[number], buffer)
             self._stood_in.clear()
         else:

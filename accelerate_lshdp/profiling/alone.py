@@ -114,6 +114,7 @@ class LoneRank:
             loss = self._loss(fresh(batch))
             self._prepared.begin_backward(synchronise)
             loss.backward()
+            self._prepared.deliver_backward()
             self._prepared.finish_backward()
         except BaseException:
             self._prepared.abandon_backward()
