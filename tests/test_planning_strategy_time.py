@@ -154,8 +154,8 @@ def test_accumulation_sends_once_but_gathers_in_every_micro_batch() -> None:
     assert inside == pytest.approx([9 * 80e6] * 2)
 
 
-#: The costs and speeds in the test below were fitted to these figures, so it shows that the model can describe them and
-#: guards it against changes; it does not show how well it predicts others.
+#: The costs and speeds in the test below were fitted to these figures: it shows that the model can describe them and
+#: guards it against changes, not how well it predicts others.
 #: Seconds of a step as measured on 4 emulated nodes at 80, 50, 40, 30 % of a core, a ViT of 14.3 M parameters, AdamW.
 MEASURED = [
     ("torch_ddp", (8, 8, 8, 8), "fp32", {1e9: 2.23, 250e6: 4.19}),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 ATTAINED = 0.4
 #: A CPU core, in fp32: derived from step times of a ViT under CPU quotas on one machine, so only a rough guide.
 CORE_FLOPS = 7.5e10
-#: One AdamW step on one core, a parameter (CPU seconds, one run on a busy machine): it reads four numbers, writes three.
+#: One AdamW step on one core, a parameter (CPU seconds, one run on a busy machine).
 CORE_OPTIMIZER_SECONDS = 1.5e-9
 _OPTIMIZER_BYTES = 28
 
@@ -47,7 +47,7 @@ def _device(name: str, teraflops: float, half: float, gigabytes: float, bandwidt
     return Device(name, ATTAINED * teraflops * 1e12, ATTAINED * half * 1e12, int(gigabytes * 2**30), bandwidth * 1e9)
 
 
-#: Nominal, as makers publish them, not checked against their sheets: TFLOP/s in fp32 and in half precision (dense, sums in fp32), GiB, GB/s.
+#: Nominal, not checked against the makers' sheets: TFLOP/s in fp32 and half precision, GiB, GB/s of memory.
 DEVICES = {
     device.name: device
     for device in (
