@@ -23,7 +23,7 @@ from accelerate_lshdp.plan_validation import (
 
 
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
-POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 4, 10
+POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 8, 10
 COMMUNICATION_DTYPES = ("fp32", "bf16", "int8", "powersgd")
 #: They keep from step to step what they did not send, and travel with our own reduction between nodes.
 LOSSY_DTYPES = ("int8", "powersgd")

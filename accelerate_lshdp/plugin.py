@@ -82,7 +82,7 @@ class LSDPPlugin:
         communication_dtype: how gradients travel between nodes: ``fp32`` (exact; default), ``bf16`` (half the bytes),
             ``int8`` (a quarter) or ``powersgd`` (matrices of low rank: a few percent). The last two keep what they did
             not send for the next step, and are for ``ddp``, ``group_sharding`` and ``lsdp``.
-        powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 4.
+        powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 8.
         powersgd_warmup_steps: exact steps at the start of a run with ``powersgd``. Default 10.
         intra_node: how the ranks of a node share parameters and gradients under ``lsdp`` and ``group_sharding``:
             ``shared_memory`` (CPU: one copy of both, in memory that all of them map), ``collectives``, or ``auto``

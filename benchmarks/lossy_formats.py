@@ -34,7 +34,7 @@ FORMATS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "int8": ([20, 12], {"communication_dtype": "int8"}),
     "powersgd": ([20, 12], {"communication_dtype": "powersgd"}),
     "powersgd, rank 2": ([20, 12], {"communication_dtype": "powersgd", "powersgd_rank": 2}),
-    "powersgd, rank 8": ([20, 12], {"communication_dtype": "powersgd", "powersgd_rank": 8}),
+    "powersgd, rank 4": ([20, 12], {"communication_dtype": "powersgd", "powersgd_rank": 4}),
     "powersgd, no warm-up": ([20, 12], {"communication_dtype": "powersgd", "powersgd_warmup_steps": 0}),
 }
 #: Those that the limit is for.

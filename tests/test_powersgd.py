@@ -72,19 +72,18 @@ def test_equals_the_plain_algorithm_on_all_ranks(workers, world_size):
 
 def on_unlike_processors(steps: int) -> list[list[Tensor]]:
     rank = torch.distributed.get_rank()
-    powersgd_reduction._processors = lambda: (rank,)
-    if rank > 0:  # their products differ in the last bits
-        orthonormalise = torch.linalg.qr
-        torch.linalg.qr = lambda matrix: torch.return_types.linalg_qr(
-            (orthonormalise(matrix).Q * (1 + 1e-6 * rank), matrix)
-        )
-    try:
+    decompose = torch.linalg.qr
+
+    def differing(matrix: Tensor) -> torch.return_types.linalg_qr:
+        """As on processors whose results differ in the last bits."""
+        return torch.return_types.linalg_qr((decompose(matrix).Q * (1 + 1e-6 * rank), matrix))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(powersgd_reduction, "_processors", lambda: (rank,))
+        monkeypatch.setattr(torch.linalg, "qr", differing)
         reduction = new_reduction(POWERSGD)
         assert reduction.has_unlike_processors
         return run_steps(reduction, range(steps))
-    finally:
-        if rank > 0:
-            torch.linalg.qr = orthonormalise
 
 
 def test_unlike_processors_get_the_same_bits(workers):

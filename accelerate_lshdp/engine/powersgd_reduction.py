@@ -14,9 +14,10 @@ distance from a mean: these errors add up to that of the sum, and none of them g
 Vectors, and matrices with r (a + b) >= a b, travel exactly. Each rank sends 2 (N - 1) / N * 4 n bytes, with n the
 numbers of the rest and r (a + b) for every other matrix. Kept are the errors (as large as the gradient) and Q.
 
-All ranks have to get the same bits. Sums of messages are the same everywhere, and so are products and sums of single
-numbers, which is how P Q^T is computed. Matrix products and the orthonormalisation may differ in the last bit between
-processors: where a group has several kinds, P of its first rank is sent to all, in the second message.
+All ranks have to get the same bits. Sums of messages are the same everywhere, but matrix products and the
+orthonormalisation may differ in the last bit between processors. So where a group has several kinds, P of its first
+rank is sent to all with the second message, and P Q^T is computed by single products and sums, which all processors
+round alike; that takes several times longer.
 """
 
 from __future__ import annotations
@@ -191,15 +192,21 @@ class _PowerSGDBuffer(LossyBuffer):
         self.kept["steps"] += 1
 
     def _multiply(self, p: torch.Tensor, q: torch.Tensor, product: torch.Tensor) -> None:
-        """``product = p^T q`` by single products and sums, which all processors round alike."""
+        """``product = p^T q``, to the same bits on all ranks."""
         height = max(1, self._scratch.numel() // product.shape[1])
         for first in range(0, product.shape[0], height):
             piece = product[first : first + height]
-            summand = self._scratch[: piece.numel()].view(piece.shape)
-            torch.mul(p[0, first : first + height, None], q[0], out=piece)
+            scratch = self._scratch[: piece.numel()].view(piece.shape)
+            columns = p[:, first : first + height]
+            if not self._sends_p:
+                # Not straight into the buffer: products may depend on where in memory that lies.
+                torch.mm(columns.t(), q, out=scratch)
+                piece.copy_(scratch)
+                continue
+            torch.mul(columns[0, :, None], q[0], out=piece)
             for number in range(1, self._rank):
-                torch.mul(p[number, first : first + height, None], q[number], out=summand)
-                piece.add_(summand)
+                torch.mul(columns[number, :, None], q[number], out=scratch)
+                piece.add_(scratch)
 
     def _move_rest(self, buffer: torch.Tensor, into_message: bool) -> None:
         pieces = self._rest.split([length for _, length in self._layout.rest])
