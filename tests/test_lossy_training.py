@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.engine import int8_reduction
 from accelerate_lshdp.engine.collectives import OrderedReductions
 from accelerate_lshdp.engine.reductions import wire_bytes
 from accelerate_lshdp.plan import Communication, PlanError
+from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
 
 
 FORMATS = {"int8": {}, "powersgd": {"powersgd_rank": 2, "powersgd_warmup_steps": 1}}
@@ -150,6 +152,66 @@ def abandon_then_train(dtype: str) -> bool:
 @pytest.mark.parametrize("dtype", ["int8", "powersgd"])
 def test_abandoned_backward(workers, dtype):
     assert workers(2).run(abandon_then_train, dtype) == [True, True]
+
+
+def start_before_the_other_rank() -> bool:
+    """Rank 1 starts only after rank 0 has come back from starting both of its buffers."""
+    reduction = new_reduction(Communication("int8"))
+    signal = dist.new_group([0, 1])
+    buffers = [torch.ones(3000), torch.ones(50)]
+    if dist.get_rank() == 1:
+        dist.barrier(signal)
+    pending = [reduction.start(buffer, index, [buffer.shape]) for index, buffer in enumerate(buffers)]
+    if dist.get_rank() == 0:
+        assert not pending[0].is_done() and not pending[1].is_done()
+        dist.barrier(signal)
+    for one in pending:
+        one.wait()
+    return all(bool((buffer - 2).abs().max() < 0.02) for buffer in buffers)
+
+
+def test_starting_does_not_wait(workers):
+    assert workers(2).run(start_before_the_other_rank) == [True, True]
+
+
+def fail_between_the_messages() -> tuple[str, bool]:
+    """What waiting raises, and whether the next step works."""
+    reduction = new_reduction(Communication("int8"))
+    shapes = [torch.Size((100,))]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+
+        def fail(self: object, buffer: torch.Tensor) -> None:
+            raise MemoryError("no memory for the sum")
+
+        monkeypatch.setattr(int8_reduction._Int8Buffer, "combine", fail)
+        pending = reduction.start(torch.ones(100), 0, shapes)
+        with pytest.raises(MemoryError) as error:
+            pending.wait()
+    buffer = torch.ones(100)
+    reduction.start(buffer, 0, shapes).wait()
+    return str(error.value), bool((buffer - 2).abs().max() < 0.05)
+
+
+def test_errors_of_the_thread_reach_the_rank(workers):
+    assert workers(2).run(fail_between_the_messages) == [("no memory for the sum", True)] * 2
+
+
+def profiled(dtype: str) -> tuple[int, int]:
+    """Bytes on the wire of all buckets, and those of the gradients."""
+    accelerator = LSHDPAccelerator(lsdp_plugin=LSDPPlugin(communication_dtype=dtype))
+    case = CASES["vit"]
+    model = case.model()
+    gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
+    loader = DataLoader(case.dataset(64, torch.float32), batch_size=4, collate_fn=collate)
+    subject = Subject(model, loader, make_optimizer(model, 1e-3, 0.0), case.loss)
+    profile = profile_ranks(subject, ProfilingOptions(seconds=2.0, strategy="lsdp", max_batch=2), accelerator)
+    return sum(profile.bucket_bytes), gradients
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("int8", (0.25, 0.27)), ("powersgd", (0.1, 0.9))])
+def test_profiles_count_what_the_format_sends(workers, dtype, share):
+    for sent, gradients in workers(2).run(profiled, dtype, nodes=(1, 1)):
+        assert share[0] < sent / gradients < share[1]
 
 
 def frozen_later(dtype: str) -> list[str]:

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE = timedelta(seconds=0.5)
 
 
-class LossyBuffer:
+class LossyBuffer(ABC):
     """What is kept from step to step for one gradient buffer, and the computations around its two messages.
 
     All three methods return at once where they start a message. Subclasses keep tensors in ``kept``; they make up the
@@ -39,49 +39,59 @@ class LossyBuffer:
 
     kept: dict[str, torch.Tensor]
 
+    @abstractmethod
     def compress(self, buffer: torch.Tensor) -> dist.Work:
         """Starts the first message."""
-        raise NotImplementedError
 
+    @abstractmethod
     def combine(self, buffer: torch.Tensor) -> dist.Work | None:
         """The first message has arrived: starts the second one. None: the buffer holds its sum already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decompress(self, buffer: torch.Tensor) -> None:
         """The second message has arrived: fills the buffer with the sum."""
-        raise NotImplementedError
 
 
 class _Pending(PendingReduction):
     """A buffer between ``start`` and ``wait``."""
 
     def __init__(self, kept: LossyBuffer, buffer: torch.Tensor) -> None:
-        self.kept = kept
-        self.buffer = buffer
-        self.message = kept.compress(buffer)
-        self.error: BaseException | None = None
-        self.finished = threading.Event()
+        self._kept = kept
+        self._buffer: torch.Tensor | None = buffer
+        self.message: dist.Work | None = kept.compress(buffer)
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
 
     def is_done(self) -> bool:
-        return self.finished.is_set()
+        return self._ended.is_set()
 
     def wait(self) -> None:
-        self.finished.wait()
-        if self.error is not None:
-            raise self.error
+        self.wait_for_end()
+        if self._error is not None:
+            raise self._error
 
-    def fail(self, error: BaseException) -> None:
-        self.error = error
-        self.finished.set()
+    def wait_for_end(self) -> None:
+        """Waits until nothing works on the buffer any more, whether it holds the sum or not."""
+        self._ended.wait()
 
-    def second(self) -> bool:
-        """Goes on to the second message; False if there is none."""
-        self.message = self.kept.combine(self.buffer)
-        return self.message is not None
+    def send_second(self) -> None:
+        """The first message has arrived."""
+        self.message = self._kept.combine(self._buffer)
+        if self.message is None:
+            self._end()
 
     def finish(self) -> None:
-        self.kept.decompress(self.buffer)
-        self.finished.set()
+        """The second message has arrived."""
+        self._kept.decompress(self._buffer)
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._buffer = self.message = None  # not kept alive until the next step
+        self._ended.set()
 
 
 class _Streamed(PendingReduction):
@@ -165,10 +175,9 @@ class _Worker:
 
     def _send_second(self, pending: _Pending) -> None:
         self._wait(pending.message)
-        if pending.second():
+        pending.send_second()
+        if not pending.is_done():
             self._unfinished.append(pending)
-        else:
-            pending.finished.set()
 
     def _finish(self, pending: _Pending) -> None:
         self._wait(pending.message)
@@ -225,7 +234,7 @@ class TwoMessageReduction(GradientReduction):
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         before = self._under_way.pop(index, None)
         if isinstance(before, _Pending):
-            before.finished.wait()  # of a backward that was given up: it still uses what is kept
+            before.wait_for_end()  # of a backward that was given up: it still uses what is kept
         kept = self._buffer(buffer, index, shapes)
         with torch.no_grad():
             if buffer.device.type == "cpu":
