@@ -149,6 +149,8 @@ class Checkpointing(_Base):
             plan_digest=self.plan.digest(),
             trust_checkpoint=self.trust_checkpoint,
         )
+        for prepared in self._prepared:
+            prepared.parameters_loaded()
         self._restore_loaders(loaded)
         self._warn_of_schedule_length(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen

@@ -144,12 +144,29 @@ class Preparing(_Base):
                     )
                 group["params"][index] = replaced[1]
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """Called before ``optimizer.step(closure)``; returns its arguments if they change."""
+        self._hidden = []
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._take_gradients(optimizer)
+            return None
+
+        def computed_and_taken() -> Any:
+            loss = closure()
+            self._take_gradients(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": computed_and_taken}
+
+    def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for prepared in self._prepared:
             prepared.before_step()
         if self.num_processes > 1:
             self._refuse_gradients_of_one_rank(optimizer)
-        self._hidden = hide_what_others_update(optimizer)
+        self._hidden += hide_what_others_update(optimizer)
         self._timer.optimizer_begins()
 
     def _refuse_gradients_of_one_rank(self, optimizer: torch.optim.Optimizer) -> None:

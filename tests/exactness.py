@@ -40,6 +40,7 @@ class Setting:
     set_to_none: bool = True
     clip_value: float | None = None
     epochs: int = 1
+    intra_node: str = "auto"
 
     @property
     def world_size(self) -> int:
@@ -52,6 +53,7 @@ class Setting:
         parts += [f"g{self.own_accumulation}"] if self.own_accumulation > 1 else []
         parts += ["frozen"] if self.frozen else []
         parts += ["checkpointing"] if self.gradient_checkpointing else []
+        parts += [self.intra_node] if self.intra_node != "auto" else []
         return "_".join(parts)
 
 
@@ -69,7 +71,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def plan_of(setting: Setting) -> Plan:
     return Plan.from_batch_sizes(
-        setting.sizes, strategy=setting.strategy, allow_unequal_accumulation=setting.unequal_accumulation
+        setting.sizes,
+        strategy=setting.strategy,
+        allow_unequal_accumulation=setting.unequal_accumulation,
+        intra_node=setting.intra_node,
     )
 
 

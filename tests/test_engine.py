@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def test_a_buffer_that_never_came_or_came_twice_is_an_error():
 
 def norms(norm_type: float) -> tuple:
     case = CASES["vit"]
-    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="lsdp"))
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="lsdp", intra_node="collectives"))
     model = case.model().double()
     model = accelerator.prepare(model)
     generator = torch.Generator().manual_seed(3)
@@ -256,7 +257,8 @@ def test_norm_of_gradients_of_several_dtypes(order):
 def overflow_on_one_rank(strategy: str) -> tuple:
     """A scaler as on CUDA, but for the CPU; rank 1 overflows in the second step only."""
     case = CASES["vit"]
-    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 2], strategy=strategy))
+    plan = Plan.from_batch_sizes([2, 2], strategy=strategy, intra_node="collectives")
+    accelerator = LSHDPAccelerator(plan=plan)
     accelerator.scaler = ShardedGradScaler("cpu", init_scale=256.0)
     model, data = case.model(), case.dataset(12, torch.float32)
     optimizer = make_optimizer(model, 1e-2, 0.0)
@@ -331,18 +333,26 @@ def test_the_plan_comes_from_the_environment_inline_or_by_path(workers, tmp_path
 # Overlap of the reduction with the backward
 
 
-def order_of_events(strategy: str) -> list[str]:
+def order_of_events(strategy: str, intra_node: str) -> list[str]:
     """When reductions between nodes start, and when the backward reaches each block (the last one first)."""
     case = CASES["vit"]
-    plan = Plan.from_batch_sizes([2] * dist.get_world_size(), strategy=strategy)
+    plan = Plan.from_batch_sizes([2] * dist.get_world_size(), strategy=strategy, intra_node=intra_node)
     accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(bucket_megabytes=0.02))
     model = case.model(layers=4)
     optimizer = make_optimizer(model, 1e-3, 0.0)
     loader = DataLoader(case.dataset(plan.total_batch_size, torch.float32), batch_size=2, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     events: list[str] = []
+
+    def reached(index: int) -> None:
+        # Reductions of a node's ranks are started by a thread: it gets the time that a larger model would take.
+        deadline = time.monotonic() + (10.0 if index == 0 else 0.0)
+        while events.count("reduction") < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        events.append(f"block {index}")
+
     for index, block in enumerate(model.vit.layers):
-        block.register_full_backward_pre_hook(lambda *_, index=index: events.append(f"block {index}"))
+        block.register_full_backward_pre_hook(lambda *_, index=index: reached(index))
     start = ExactReduction.start
 
     def recorded(self, buffer: torch.Tensor, *place: object) -> PendingReduction:
@@ -357,9 +367,17 @@ def order_of_events(strategy: str) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (1, 1)), ("group_sharding", (2, 2))])
-def test_gradients_travel_while_the_backward_goes_on(workers, strategy, nodes):
-    for events in workers(sum(nodes)).run(order_of_events, strategy, nodes=nodes):
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "intra_node"),
+    [
+        ("ddp", (1, 1), "auto"),
+        ("lsdp", (1, 1), "collectives"),
+        ("lsdp", (2, 2), "auto"),
+        ("group_sharding", (2, 2), "collectives"),
+    ],
+)
+def test_gradients_travel_while_the_backward_goes_on(workers, strategy, nodes, intra_node):
+    for events in workers(sum(nodes)).run(order_of_events, strategy, intra_node, nodes=nodes):
         before_the_last_block = events[: events.index("block 0")]
         assert [e for e in before_the_last_block if e != "reduction"] == ["block 3", "block 2", "block 1"]
         assert before_the_last_block.count("reduction") >= 2, events

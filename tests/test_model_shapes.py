@@ -45,8 +45,8 @@ def branch_losses(model: nn.Module, batch: dict, rank: int, skip_block: bool) ->
     return model(batch["inputs"], use_extra=rank == 0, skip_block=skip_block and rank == 1).square().mean()
 
 
-def train_branching(strategy: str, skip_block: bool) -> tuple[dict, bool]:
-    plan = Plan.from_batch_sizes([4, 2], strategy=strategy)
+def train_branching(strategy: str, skip_block: bool, intra_node: str) -> tuple[dict, bool]:
+    plan = Plan.from_batch_sizes([4, 2], strategy=strategy, intra_node=intra_node)
     accelerator, model, optimizer, loader = prepared(plan, Branching().double(), Points())
     model.train()
     for batch in loader:
@@ -71,26 +71,28 @@ def branching_reference(skip_block: bool) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "nodes", "skip_block"),
+    ("strategy", "nodes", "skip_block", "intra_node"),
     [
-        ("ddp", (1, 1), True),
-        ("lsdp", (1, 1), True),  # a whole unit that one node does not run
-        ("group_sharding", (2,), False),
-        ("fsdp", (1, 1), False),
-        ("zero2", (2,), False),
-        ("lsdp", (2,), False),
+        ("ddp", (1, 1), True, "auto"),
+        ("lsdp", (1, 1), True, "collectives"),  # a whole unit that one node does not run
+        ("group_sharding", (2,), False, "collectives"),
+        ("fsdp", (1, 1), False, "auto"),
+        ("zero2", (2,), False, "auto"),
+        ("lsdp", (2,), True, "auto"),
     ],
 )
-def test_parameters_unused_on_one_rank_or_on_all(workers, strategy, nodes, skip_block):
+def test_parameters_unused_on_one_rank_or_on_all(workers, strategy, nodes, skip_block, intra_node):
     expected = branching_reference(skip_block)
-    for parameters, unused_has_gradient in workers(2).run(train_branching, strategy, skip_block, nodes=nodes):
+    settings = strategy, skip_block, intra_node
+    for parameters, unused_has_gradient in workers(2).run(train_branching, *settings, nodes=nodes):
         assert relative_error(parameters, expected) <= 1e-12
         assert not unused_has_gradient
 
 
 def gradient_with_cast() -> dict:
     """As on GPUs, where a unit's sum is needed at once: bf16 parameters, whose gradients are cast after the sum."""
-    plan, plugin = Plan.from_batch_sizes([4, 2], strategy="lsdp"), LSDPPlugin(mixed_precision="bf16")
+    plan = Plan.from_batch_sizes([4, 2], strategy="lsdp", intra_node="collectives")
+    plugin = LSDPPlugin(mixed_precision="bf16")
     accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=plugin)
     model, loader = Branching().to(torch.bfloat16), DataLoader(Points(), 2, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)

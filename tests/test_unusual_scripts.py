@@ -17,7 +17,8 @@ from accelerate_lshdp.engine.prepared import PreparedModel
 
 CASE = CASES["vit"]
 BATCHES = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-PLACES = [("ddp", (1, 1)), ("lsdp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)), ("zero2", (2,))]
+#: "collectives" is lsdp as on GPUs.
+PLACES = [("ddp", (1, 1)), ("collectives", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)), ("zero2", (2,))]
 everywhere = pytest.mark.parametrize(("strategy", "nodes"), PLACES)
 
 
@@ -43,8 +44,15 @@ def loader_of(*indices: int) -> DataLoader:
     return DataLoader(Subset(CASE.dataset(24, torch.float64), range(*indices)), batch_size=2, collate_fn=collate)
 
 
+def plan_of(strategy: str, sizes: tuple | None = None) -> Plan:
+    placing = {"strategy": strategy}
+    if strategy == "collectives":
+        placing = {"strategy": "lsdp", "intra_node": "collectives"}
+    return Plan.equal(**placing) if sizes is None else Plan.from_batch_sizes(sizes, **placing)
+
+
 def start(strategy: str, sizes: tuple = (2, 1), **options) -> tuple:
-    plan = Plan.from_batch_sizes(sizes, strategy=strategy)
+    plan = plan_of(strategy, sizes)
     return prepared(plan, CASE.model().double(), CASE.dataset(9, torch.float64), **options)
 
 
@@ -116,7 +124,7 @@ def test_a_backward_that_fails_says_why_when_a_model_has_not_run_yet(workers):
 
 
 def train_again(strategy: str, before: str) -> dict:
-    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 1], strategy=strategy))
+    accelerator = LSHDPAccelerator(plan=plan_of(strategy, (2, 1)))
     model = accelerator.prepare_model(CASE.model().double(), evaluation_mode="evaluation" in before)
     if before != "evaluation without free_memory":
         accelerator.free_memory()
@@ -132,7 +140,7 @@ def train_again(strategy: str, before: str) -> dict:
 
 
 @pytest.mark.parametrize("before", ["training", "evaluation", "evaluation without free_memory"])
-@pytest.mark.parametrize(("strategy", "nodes"), PLACES[:2])
+@pytest.mark.parametrize(("strategy", "nodes"), PLACES[:3])
 def test_a_model_that_was_prepared_before_is_trained(workers, strategy, nodes, before):
     for parameters in workers(2).run(train_again, strategy, before, nodes=nodes):
         assert relative_error(parameters, plain()) <= 1e-12
@@ -152,7 +160,7 @@ def step_without_sum(strategy: str, reason: str) -> None:
     model = CASE.model().double()
     for parameter in model.vit.parameters():
         parameter.requires_grad_(reason != "frozen")
-    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=strategy))
+    accelerator = LSHDPAccelerator(plan=plan_of(strategy))
     optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), 1e-2), loader_of(0, 9))
     if reason != "forgotten":
         model = accelerator.prepare(model)
@@ -163,14 +171,18 @@ def step_without_sum(strategy: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reason"), [("ddp", "forgotten"), ("ddp", "frozen"), ("lsdp", "forgotten"), ("lsdp", "frozen")]
+    ("strategy", "nodes", "reason", "message"),
+    [
+        ("ddp", (1, 1), "forgotten", "a gradient of this rank only"),
+        ("ddp", (1, 1), "frozen", "a gradient of this rank only"),
+        ("lsdp", (2,), "forgotten", "a gradient of this rank only"),
+        ("lsdp", (2,), "frozen", "a gradient of this rank only"),
+        ("collectives", (1, 1), "frozen", "unfrozen that were frozen"),
+    ],
 )
-def test_a_step_with_gradients_of_one_rank_is_refused(workers, strategy, reason):
-    errors = workers(2).run(step_without_sum, strategy, reason, nodes=(1, 1), expect_failure=True)
-    expected = (
-        "unfrozen that were frozen" if (strategy, reason) == ("lsdp", "frozen") else "a gradient of this rank only"
-    )
-    assert all(expected in error.message for error in errors)
+def test_a_step_with_gradients_of_one_rank_is_refused(workers, strategy, nodes, reason, message):
+    errors = workers(2).run(step_without_sum, strategy, reason, nodes=nodes, expect_failure=True)
+    assert all(message in error.message for error in errors)
 
 
 def train_with_late_freeze(strategy: str, when: int) -> dict:

@@ -35,6 +35,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for local in _own_gradients(parameters):
         local.mul_(scale.to(local.device, local.dtype))
+    _meet(parameters)
     return total
 
 
@@ -105,9 +106,11 @@ def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tens
 
 @torch.no_grad()
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamps every gradient element to [-clip_value, clip_value] in place; needs no communication."""
-    for local in _own_gradients(p for p in parameters if p.grad is not None):
+    """Clamps every gradient element to [-clip_value, clip_value] in place (collective over nodes that share them)."""
+    parameters = [p for p in parameters if p.grad is not None]
+    for local in _own_gradients(parameters):
         local.clamp_(-clip_value, clip_value)
+    _meet(parameters)
 
 
 def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -118,6 +121,13 @@ def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
             yield _local(parameter.grad)
         elif ownership.owned:
             yield parameter.grad.data  # does not count as a change by the script, which is refused
+
+
+def _meet(parameters: Iterable[torch.Tensor]) -> None:
+    """Waits until all ranks of the node have changed the gradients that they own, so that each sees all of them."""
+    owned = [NodeOwnership.of(parameter) for parameter in parameters]
+    for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
+        reduction.barrier()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -72,6 +73,7 @@ class NodeMemory:
             listened.setblocking(False)
             self._poll.register(listened, select.POLLIN)
         self._bell.setblocking(False)
+        _memories.add(self)
 
     @staticmethod
     def missing() -> str | None:
@@ -91,17 +93,20 @@ class NodeMemory:
         Raises:
             NodeMemoryError: on all ranks, if the ranks of any node cannot reach each other or there is no memory.
         """
-        made, error = None, None
+        made = listener = error = None
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                # An abstract address: no file that could be left behind. The kernel chooses a free one.
-                listener.bind("")
-                listener.listen(topology.world_size)
-                addresses: list[bytes] = [b""] * topology.world_size
-                dist.all_gather_object(addresses, listener.getsockname())
-                made = _join(topology, count, listener, addresses)
-        except (OSError, NodeMemoryError) as caught:
+            listener = _listener(topology.world_size)
+        except OSError as caught:
             error = f"rank {topology.rank}: {type(caught).__name__}: {caught}"
+        # All ranks tell, whatever happened to them: these calls are collective.
+        addresses: list[bytes] = [b""] * topology.world_size
+        dist.all_gather_object(addresses, listener.getsockname() if listener is not None else b"")
+        if listener is not None:
+            with listener:
+                try:
+                    made = _join(topology, count, listener, addresses)
+                except NodeMemoryError as caught:
+                    error = f"rank {topology.rank}: {caught}"
         errors: list[str | None] = [None] * topology.world_size
         dist.all_gather_object(errors, error)
         if any(errors):
@@ -129,13 +134,14 @@ class NodeMemory:
     def wake(self) -> None:
         """Lets all other ranks of the node return from ``listen``."""
         for peer in self._peers.values():
-            # A full socket holds bytes that will wake the peer; a broken one is found by ``listen``.
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            # A full socket holds bytes that will wake the peer; a broken one is found by ``listen``; and who closes
+            # them has said why.
+            with contextlib.suppress(OSError):
                 peer.send(b"!")
 
     def ring(self) -> None:
         """Lets this rank's own ``listen`` return."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
     def listen(self, seconds: float) -> None:
@@ -156,6 +162,32 @@ class NodeMemory:
         """Ends the connections; tensors keep the memory itself."""
         for end in (*self._peers.values(), self._bell, self._hears):
             end.close()
+
+
+#: Those of this process.
+_memories: weakref.WeakSet[NodeMemory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process (a worker of a loader) must not keep the connections of a rank open that has ended."""
+    for memory in list(_memories):
+        memory.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _listener(ranks: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # An abstract address: no file that could be left behind. The kernel chooses a free one.
+        listener.bind("")
+        listener.listen(ranks)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _join(topology: Topology, count: int, listener: socket.socket, addresses: list[bytes]) -> NodeMemory:

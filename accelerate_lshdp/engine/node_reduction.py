@@ -9,6 +9,7 @@ the interpreter to the others); what it has done, and what it may do, is in a sm
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -33,13 +34,15 @@ class NodeTable:
         entered: the backward that each rank has begun, shape (ranks,).
         added: the backward whose part each rank has added to each bucket, shape (ranks, buckets).
         final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
+        failed: the last backward of each rank that failed, shape (ranks,).
         arrived: how many barriers each rank has come to, shape (ranks,).
         posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
             is written.
     """
 
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
-        self._shapes = {"entered": (ranks,), "added": (ranks, buckets), "final": (buckets,), "arrived": (ranks,)}
+        one_a_rank = ("entered", "failed", "arrived")
+        self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
         self._numbers = numbers
         self._posted_place = layout.place(16 * numbers)
@@ -110,8 +113,9 @@ class NodeReduction:
         self._queue: deque[_Contribution] = deque()
         self._owned: deque[int] = deque()  # owned buckets that wait for the other ranks of the node
         self._pending: dict[int, PendingReduction | None] = {}
-        self._busy = self._closed = False
+        self._busy = self._closed = self._abandoned = False
         self._error: BaseException | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="lshdp-node", daemon=True)
         self._thread.start()
 
@@ -119,9 +123,10 @@ class NodeReduction:
 
     def begin(self) -> None:
         """A backward begins. From now on other ranks may write where this rank's last gradients are."""
+        if self._abandoned:
+            self._finish_abandoned()
         self._backward += 1
-        self._table.entered[self._rank] = self._backward
-        self._memory.wake()
+        self._publish(self._table.entered, self._rank, self._backward)
         self._memory.ring()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
@@ -161,23 +166,33 @@ class NodeReduction:
                     if pending is not None:
                         pending.wait()
                     complete(index)
-                    table.final[index] = backward
-                    self._memory.wake()
+                    self._publish(table.final, index, backward)
             self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
 
     def abandon(self) -> None:
-        """Forgets a backward that failed on all ranks."""
-        with self._changed:
-            self._queue.clear()
-            self._owned.clear()
-            self._changed.wait_for(lambda: not self._busy, timeout=self.timeout_seconds)
-            self._pending.clear()
+        """Gives up a backward that failed, on this rank at least; the others of the node wait for it no longer.
+
+        What was handed in still goes its way: if the backward failed on all ranks at the same place, they have handed
+        in the same buckets, and the reductions of later backwards keep finding their partners.
+        """
+        self._abandoned = True
+        self._publish(self._table.failed, self._rank, self._backward)
+
+    def _finish_abandoned(self) -> None:
+        with self.clock.waiting():
+            self._wait(
+                lambda: not (self._queue or self._owned or self._busy), "finish their part of a backward that failed"
+            )
+            for pending in self._pending.values():
+                if pending is not None:
+                    pending.wait()
+        self._pending.clear()
+        self._abandoned = False
 
     def barrier(self) -> None:
         """Waits until all ranks of the node have come here."""
         self._barriers += 1
-        self._table.arrived[self._rank] = self._barriers
-        self._memory.wake()
+        self._publish(self._table.arrived, self._rank, self._barriers)
         with self.clock.waiting():
             self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), "come to the end of the step")
 
@@ -198,6 +213,8 @@ class NodeReduction:
 
     def close(self) -> None:
         """Ends the thread."""
+        if os.getpid() != self._process:
+            return  # a copy in a forked process, which has no thread but may have its lock
         with self._changed:
             self._closed = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -208,20 +225,49 @@ class NodeReduction:
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
-                if self._error is not None:
-                    raise RuntimeError(f"summing gradients on this node failed: {self._error}") from self._error
-                gone = sorted(self._memory.gone)
-                if gone:
-                    raise NodeMemoryError(
-                        f"local rank {gone[0]} of this node has ended, but was to {what}; its own output says why"
-                    )
-                if time.monotonic() > deadline:
-                    raise NodeMemoryError(
-                        f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them "
-                        "hangs, has left the training loop, made a different number of backward passes, or waits for "
-                        "another node itself; their own output says more"
-                    )
-                self._changed.wait(timeout=_NAP_SECONDS)
+                problem = self._problem(what, time.monotonic() > deadline)
+                if problem is None:
+                    self._changed.wait(timeout=_NAP_SECONDS)
+                elif not done():  # a rank may have done its part before it ended
+                    kind = NodeMemoryError if self._error is None else RuntimeError
+                    raise kind(problem) from self._error
+        self._fence()
+
+    def _problem(self, what: str, late: bool) -> str | None:
+        """Why there is nothing to wait for any more; None: there is."""
+        if self._error is not None:
+            return f"summing gradients on this node failed: {self._error}"
+        if self._memory.gone:
+            rank = min(self._memory.gone)
+            return f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
+        failed = self._table.failed >= self._backward
+        if failed.any() and not failed[self._rank]:
+            return (
+                f"the backward of local rank {int(failed.argmax())} of this node failed, while others waited for it "
+                f"to {what}; its own output says why"
+            )
+        if late:
+            return (
+                f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them hangs, "
+                "has left the training loop, made a different number of backward passes, or waits for another node "
+                "itself; their own output says more"
+            )
+        return None
+
+    def _publish(self, numbers: np.ndarray, place: tuple[int, ...] | int, value: int) -> None:
+        """Tells the other ranks by a number in the table."""
+        self._fence()
+        numbers[place] = value
+        self._memory.wake()
+
+    def _fence(self) -> None:
+        """What this thread has read and written is in order before what follows; for processors that reorder.
+
+        Python has no call for it, but giving back a lock and taking it orders the two.
+        """
+        for _ in range(2):
+            with self._changed:
+                pass
 
     # The thread
 
@@ -249,6 +295,7 @@ class NodeReduction:
             self._busy = contribution is not None or owned is not None
         if not self._busy:
             return False
+        self._fence()
         if owned is not None:  # before adding more: the network should not wait
             self._start(owned)
         else:
@@ -286,10 +333,8 @@ class NodeReduction:
         if summed[0]:
             torch._foreach_add_(*summed)
         with self._changed:
-            if self._queue and self._queue[0] is contribution:  # else it was abandoned meanwhile
-                self._queue.popleft()
-        self._table.added[self._rank, contribution.index] = contribution.backward
-        self._memory.wake()
+            self._queue.popleft()
+        self._publish(self._table.added, (self._rank, contribution.index), contribution.backward)
 
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
@@ -297,6 +342,5 @@ class NodeReduction:
         if bucket.reduction is not None:
             pending = bucket.reduction.start(bucket.buffer, index, [view.shape for view in bucket.views])
         with self._changed:
-            if self._owned and self._owned[0] == index:
-                self._owned.popleft()
-                self._pending[index] = pending
+            self._owned.popleft()
+            self._pending[index] = pending
