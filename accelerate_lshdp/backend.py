@@ -8,6 +8,7 @@ import torch
 from accelerate.state import PartialState
 
 from accelerate_lshdp.engine.cpu_binding import settle_on_cores
+from accelerate_lshdp.engine.cpu_memory import keep_freed_memory
 
 
 def has_accelerator(*, several_ranks: bool) -> bool:
@@ -28,7 +29,7 @@ def prepare_environment() -> bool:
     ``ACCELERATE_USE_FSDP`` that comes with it is dropped: accelerate would build a plugin that is not used, and
     transformers would leave the weights of all ranks but the first empty in ``from_pretrained``.
 
-    CPU ranks get their share of the node's cores (``settle_on_cores``).
+    CPU ranks get their share of the node's cores (``settle_on_cores``) and keep freed memory.
 
     Returns:
         Whether training runs on the CPU.
@@ -39,6 +40,7 @@ def prepare_environment() -> bool:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         settle_on_cores()
+        keep_freed_memory()
     return on_cpu
 
 
