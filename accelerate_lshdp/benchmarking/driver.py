@@ -184,9 +184,12 @@ class ClusterBenchmark:
             wire_bytes = self._formats[case.communication_dtype].wire_bytes
             measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most, wire_bytes)
             if self._knowledge is not None:
-                measurement.predicted_seconds = self._knowledge.predicted_seconds(
-                    case, measurement.micro_batches, measurement.network
-                )
+                try:
+                    measurement.predicted_seconds = self._knowledge.predicted_seconds(
+                        case, measurement.micro_batches, measurement.network
+                    )
+                except ValueError as error:  # sizes that the file gives may be larger than those that were measured
+                    self._say(f"{measurement.name} is not predicted: {error}")
         launch.call(
             "begin",
             timeout=BUILD_SECONDS,
