@@ -7,6 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -145,17 +146,25 @@ def visible(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
 
 
-def run_until_killed(function: Callable[..., object], *args: object, nodes: Sequence[int], folder: Path) -> list[int]:
+def run_until_killed(
+    function: Callable[..., object], *args: object, nodes: Sequence[int], folder: Path, timeout: float = 300.0
+) -> list[int]:
     """Runs a case whose ranks are meant to die, each in a process of its own, and returns the exit codes.
 
     Cheaper than the worker pool for this: processes are forked from a server that has imported torch once.
+
+    Args:
+        function, args: the case.
+        nodes: ranks of each node.
+        folder: an empty one for each call.
+        timeout: of the process group, seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accelerate_lshdp.engine.checkpoint", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(["accelerate_lshdp", "accelerate_lshdp.accelerator", "torch.distributed.fsdp"])
     processes = []
     for rank in range(sum(nodes)):
         environment = {**base_environment(), **rank_environment(rank, nodes, 0)}
-        arguments = (function, args, environment, str(folder / "store"))
+        arguments = (function, args, environment, str(folder / "store"), timeout)
         processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
     for process in processes:
         process.start()
@@ -170,13 +179,16 @@ def run_until_killed(function: Callable[..., object], *args: object, nodes: Sequ
     return [process.exitcode for process in processes]
 
 
-def _run_rank(function: Callable[..., object], args: tuple, environment: dict[str, str], store: str) -> None:
+def _run_rank(
+    function: Callable[..., object], args: tuple, environment: dict[str, str], store: str, timeout: float
+) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     code = 1
     try:
         here = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=here[0], world_size=here[1])
+        where = {"init_method": f"file://{store}", "rank": here[0], "world_size": here[1]}
+        dist.init_process_group("gloo", **where, timeout=timedelta(seconds=timeout))
         function(*args)
         code = 0
     except BaseException:

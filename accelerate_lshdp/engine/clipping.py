@@ -108,6 +108,7 @@ def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tens
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamps every gradient element to [-clip_value, clip_value] in place (collective over nodes that share them)."""
     parameters = [p for p in parameters if p.grad is not None]
+    _meet(parameters)
     for local in _own_gradients(parameters):
         local.clamp_(-clip_value, clip_value)
     _meet(parameters)
@@ -124,7 +125,9 @@ def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
 
 
 def _meet(parameters: Iterable[torch.Tensor]) -> None:
-    """Waits until all ranks of the node have changed the gradients that they own, so that each sees all of them."""
+    """Waits for the other ranks of the node, around changes of gradients: each rank has seen those before, or sees all
+    of those after.
+    """
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
         reduction.barrier()

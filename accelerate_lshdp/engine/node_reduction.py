@@ -237,15 +237,15 @@ class NodeReduction:
         """Why there is nothing to wait for any more; None: there is."""
         if self._error is not None:
             return f"summing gradients on this node failed: {self._error}"
-        if self._memory.gone:
-            rank = min(self._memory.gone)
-            return f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
         failed = self._table.failed >= self._backward
         if failed.any() and not failed[self._rank]:
             return (
                 f"the backward of local rank {int(failed.argmax())} of this node failed, while others waited for it "
                 f"to {what}; its own output says why"
             )
+        if self._memory.gone:
+            rank = min(self._memory.gone)
+            return f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
         if late:
             return (
                 f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them hangs, "
