@@ -20,7 +20,9 @@ from accelerate_lshdp import Plan
 from accelerate_lshdp.commands.main import main
 from accelerate_lshdp.commands.quickstart_data import load_digit_images
 from accelerate_lshdp.commands.quickstart_report import draw_picture, largest_loss_difference, print_table, saving
+from accelerate_lshdp.commands.quickstart_worker import equal_share
 from accelerate_lshdp.plan_certificate import verify_plan
+from accelerate_lshdp.planning import RankProfile, TimeCurve, plan_fixed_total
 
 
 BIN = Path(sys.executable).parent
@@ -136,6 +138,13 @@ def test_missing_packages_are_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["quickstart", "--output-dir", str(tmp_path / "out")]) == 2
     assert "matplotlib and scikit-learn cannot be imported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("largest", "share"), [((300, 300), 250), ((142, 128), 135), ((142, 127), 134)])
+def test_a_busy_machine_takes_a_total_that_it_could_measure(largest: tuple[int, int], share: int) -> None:
+    ranks = [RankProfile(TimeCurve([1, size], [0.1, 1.0]), max_micro_batch_size=size) for size in largest]
+    assert equal_share(500, ranks) == share
+    assert sum(plan_fixed_total(ranks, 2 * share).batch_sizes) == 2 * share
 
 
 def test_digits_are_split_the_same_way_every_time() -> None:

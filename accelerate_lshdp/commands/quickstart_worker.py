@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.commands.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
 from accelerate_lshdp.plan_certificate import verify_plan
-from accelerate_lshdp.planning import BatchSizes, plan_fixed_total
+from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subject, profile_ranks
 from accelerate_lshdp.whole_files import write_whole
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     with _progress(accelerator.is_main_process) as advance_to:
         profile = _measure(accelerator, train_images, arguments, slowdown, advance_to)
         ranks = profile.rank_profiles()
-        each = min(arguments.total_batch_size, sum(rank.largest_micro_batch for rank in ranks)) // world
+        each = equal_share(arguments.total_batch_size, ranks)
         if each * world < arguments.total_batch_size:
             accelerator.print(
                 f"This machine is too busy or too slow to measure batches for {arguments.total_batch_size} samples a"
@@ -90,6 +90,11 @@ def main(argv: list[str] | None = None) -> None:
         plan.save(arguments.output_dir / "lshdp_plan.json")
         text = json.dumps(results, indent=2, allow_nan=False) + "\n"
         write_whole(arguments.output_dir / "results.json", text)
+
+
+def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:
+    """Samples of each rank in an equal split of the wanted total, or of the largest one that was measured."""
+    return min(total_batch_size, sum(rank.largest_micro_batch for rank in ranks)) // len(ranks)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
