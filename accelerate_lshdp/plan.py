@@ -293,8 +293,8 @@ class Plan:
                     raise PlanError(
                         f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
                         f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks'
-                        " gather parameters together). Make them equal, or use a strategy that does not shard across"
-                        " these ranks.",
+                        " gather parameters, or add gradients, together). Make them equal, or use a strategy that"
+                        " does not shard across these ranks.",
                         path="batch.ranks",
                     )
 

@@ -120,7 +120,7 @@ class Preparing(_Base):
             self._follow_parameters(optimizer)
             self._check_optimizer(optimizer)
             if self.device.type == "cpu" and not optimizer.state:
-                fuse_steps(optimizer)
+                fuse_steps(optimizer, self.policies.is_sharded)
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)

@@ -17,7 +17,7 @@ from accelerate_lshdp.commands import plan as plan_command
 from accelerate_lshdp.commands.config import check_with_accelerate
 from accelerate_lshdp.commands.main import main
 from accelerate_lshdp.commands.plan_prediction import predict, split_equally
-from accelerate_lshdp.engine.policies import shard_groups_of
+from accelerate_lshdp.engine.policies import choose_mechanism, shard_groups_of
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.planning import BatchSizes, RankProfile, TimeCurve, plan_fixed_total
@@ -288,9 +288,11 @@ def test_world_sharded_strategies_do_not_overlap_and_other_strategies_are_named(
 
 @pytest.mark.parametrize("strategy", list(Strategy))
 @pytest.mark.parametrize("node_sizes", [(1,), (4,), (2, 2), (1, 2), (1, 1, 1)])
-def test_shard_groups_are_the_engines(strategy: Strategy, node_sizes: tuple[int, ...]) -> None:
-    engine = shard_groups_of(strategy, Topology(0, node_sizes))
-    nodes = [{"ranks": size, "address": None, "device": "cpu"} for size in node_sizes]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_shard_groups_are_the_engines(strategy: Strategy, node_sizes: tuple[int, ...], device: str) -> None:
+    topology = Topology(0, node_sizes)
+    engine = shard_groups_of(strategy, topology, choose_mechanism(strategy, topology, device, "auto"))
+    nodes = [{"ranks": size, "address": None, "device": device} for size in node_sizes]
     document = a_profile(strategy=str(strategy), cluster={"nodes": nodes})
     document["ranks"] = document["ranks"][: sum(node_sizes)]
     assert Profile.from_dict(document).shard_groups() == [list(group) for group in engine]

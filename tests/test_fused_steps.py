@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 
 
@@ -65,6 +65,20 @@ def test_what_the_script_chose_stays(make) -> None:
 
 def test_parameters_of_other_dtypes_stay() -> None:
     assert fuse_steps(torch.optim.AdamW(nn.Linear(2, 2).half().parameters())) == 0
+
+
+def step_on_shards(name: str) -> bool:
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="fsdp"))
+    model = nn.Linear(2, 2).double()
+    optimizer, model = accelerator.prepare(MAKERS[name](model.parameters()), model)
+    accelerator.backward(model(torch.ones(1, 2, dtype=torch.float64)).sum())
+    optimizer.step()
+    return bool(optimizer.param_groups[0]["fused"])
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("adam", True), ("adamw", True), ("sgd", False)])
+def test_shards_are_stepped_by_kernels_that_take_them(workers, name: str, is_fused: bool) -> None:
+    assert workers(2).run(step_on_shards, name) == [is_fused] * 2
 
 
 def test_prepare_fuses_on_cpus() -> None:

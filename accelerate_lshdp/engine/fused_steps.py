@@ -13,18 +13,24 @@ import torch
 
 #: Optimizers of which torch has fused kernels for CPUs. Subclasses may compute something else.
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+#: Those that take DTensors.
+_FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def fuse_steps(optimizer: torch.optim.Optimizer) -> int:
+def fuse_steps(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> int:
     """Lets an optimizer on the CPU use its fused kernels in the groups where the script left the choice to torch.
 
     Groups that ask for ``foreach``, ``fused``, ``capturable`` or ``differentiable``, hold a learning rate as a tensor,
     or parameters elsewhere or of a dtype that the kernels lack, stay as they are.
 
+    Args:
+        optimizer: before its first step.
+        is_sharded: whether its parameters are, or will be, DTensors.
+
     Returns:
         The number of groups changed.
     """
-    if type(optimizer) not in _FUSED_ON_CPU:
+    if type(optimizer) not in (_FUSED_ON_SHARDS if is_sharded else _FUSED_ON_CPU):
         return 0
     changed = 0
     for group in optimizer.param_groups:

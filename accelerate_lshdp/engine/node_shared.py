@@ -327,11 +327,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     """What to tell about an optimizer that is to update parameters of a node part by part, or None.
 
     Raises:
-        ValueError: it treats all parameters as one.
+        ValueError: it treats all parameters as one, or has already stepped.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(NodeOwnership.of(parameter) is not None for parameter in parameters):
+    shared = [parameter for parameter in parameters if NodeOwnership.of(parameter) is not None]
+    if not shared:
         return None
+    states = [optimizer.state[parameter] for parameter in shared if parameter in optimizer.state]
+    if any(state and state.get("step") != 0 for state in states):  # some have a state from the beginning
+        raise ValueError(
+            "the optimizer has already stepped (it holds state of parameters that another rank will update); call "
+            "prepare() before the first step, and load_state() after it to continue a run"
+        )
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

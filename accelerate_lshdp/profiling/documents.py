@@ -141,12 +141,16 @@ class Profile:
         return 1.5 * all_reduces if self.strategy in (Strategy.FSDP, Strategy.FSDP_OFFLOAD) else all_reduces
 
     def shard_groups(self) -> list[list[int]]:
-        """The ranks that share one copy of the parameters, group by group, as the engine will form them."""
+        """The ranks that share one copy of the parameters, group by group, as the engine will form them.
+
+        Nodes with different numbers of ranks have one copy each on CPUs only, where the ranks share memory.
+        """
         sizes = self.cluster.node_sizes
         ends = list(accumulate(sizes))
         if self.strategy.is_world_sharded:
             return [list(range(ends[-1]))]
-        if self.strategy.is_node_sharded and len(set(sizes)) == 1:
+        on_cpus = all(node.device == "cpu" for node in self.cluster.nodes)
+        if self.strategy.is_node_sharded and (on_cpus or len(set(sizes)) == 1):
             return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         return [[rank] for rank in range(ends[-1])]
 
