@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.commands.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
 from accelerate_lshdp.plan_certificate import verify_plan
 from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total
@@ -46,9 +46,6 @@ MODEL = {
     "intermediate_size": 640,
     "num_labels": 10,
 }
-# Two ranks that share a node's copy of the parameters meet whenever a unit is gathered or reduced. This model is so
-# small that it is best as one unit, which stays gathered between forward and backward.
-PLACEMENT = {"units": ("ViTModel",), "reshard_after_forward": False}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -74,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         verify_plan(plan)
 
         equal = LSHDPAccelerator(plan=Plan.from_batch_sizes([each] * world, strategy="ddp"))
-        planned = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(**PLACEMENT))
+        planned = LSHDPAccelerator(plan=plan)
         runs = {
             "ddp_equal": _Run.begin(equal, train_images, held_out, arguments.seed, slowdown),
             "lshdp": _Run.begin(planned, train_images, held_out, arguments.seed, slowdown),
@@ -135,7 +132,6 @@ def _measure(
         seconds=MEASURING_SECONDS,
         strategy="lsdp",
         max_batch=arguments.total_batch_size - 1,  # the other rank has at least one sample
-        units=PLACEMENT["units"],
     )
     return profile_ranks(subject, options, accelerator, on_progress=advance_to)
 
