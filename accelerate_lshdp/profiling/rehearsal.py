@@ -90,42 +90,48 @@ def _scaled(curve: TimeCurve, scale: float) -> TimeCurve:
 
 
 class SharedPart(GradientReduction):
-    """Sums between nodes the part of a buffer that a rank of a real run would send: its shard.
+    """Sums between nodes the parts of a buffer that a rank of a real run would send.
 
     Ends waiting when another rank has failed, which would otherwise never send its part.
 
     Args:
-        reduction: sums over the ranks that hold the same shard.
-        ranks: number of ranks that share one copy of the parameters.
+        reductions: one for each part of this rank, over the ranks that send the same one.
+        parts: of a whole buffer: as many as the largest node has ranks that share one copy of the parameters.
         raise_if_another_failed: called while waiting.
     """
 
-    def __init__(self, reduction: GradientReduction, ranks: int, raise_if_another_failed: Callable[[], None]) -> None:
-        super().__init__(reduction.group)
-        self._reduction = reduction
-        self._ranks = ranks
+    def __init__(
+        self, reductions: Sequence[GradientReduction], parts: int, raise_if_another_failed: Callable[[], None]
+    ) -> None:
+        super().__init__(reductions[0].group)
+        self._reductions = reductions
+        self._parts = parts
         self._raise_if_another_failed = raise_if_another_failed
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        shards = [torch.Size((-(-shape[0] // self._ranks), *shape[1:])) if shape else shape for shape in shapes]
+        shards = [torch.Size((-(-shape[0] // self._parts), *shape[1:])) if shape else shape for shape in shapes]
         part = buffer[: sum(map(torch.Size.numel, shards))]
-        pending = self._reduction.start(part, index, shards)
-        return _Watched(pending, self._raise_if_another_failed)
+        copies = [part, *(part.clone() for _ in self._reductions[1:])]
+        started = [
+            reduction.start(copy, index, shards) for reduction, copy in zip(self._reductions, copies, strict=True)
+        ]
+        return _Watched(started, self._raise_if_another_failed)
 
 
 class _Watched(PendingReduction):
-    def __init__(self, pending: PendingReduction, raise_if_another_failed: Callable[[], None]) -> None:
+    def __init__(self, pending: Sequence[PendingReduction], raise_if_another_failed: Callable[[], None]) -> None:
         self._pending = pending
         self._raise_if_another_failed = raise_if_another_failed
 
     def is_done(self) -> bool:
-        return self._pending.is_done()
+        return all(pending.is_done() for pending in self._pending)
 
     def wait(self) -> None:
-        while not self._pending.is_done():
+        while not self.is_done():
             self._raise_if_another_failed()
             time.sleep(_POLL_SECONDS)
-        self._pending.wait()
+        for pending in self._pending:
+            pending.wait()
 
 
 def make_sender(
@@ -140,5 +146,6 @@ def make_sender(
         return None
     # Groups of its own: what a failed rank leaves unanswered must not get mixed up with other messages.
     groups = {ranks: new_group(ranks) for ranks in policies.replica_groups}
-    mine = next(group for ranks, group in groups.items() if rank in ranks)
-    return SharedPart(make_reduction(communication, mine), len(policies.shard_groups[0]), raise_if_another_failed)
+    # Several where other nodes have more ranks that share the work.
+    mine = [make_reduction(communication, group) for ranks, group in groups.items() if rank in ranks]
+    return SharedPart(mine, len(policies.replica_groups), raise_if_another_failed)
