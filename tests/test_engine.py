@@ -19,6 +19,7 @@ from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.engine.clipping import clip_grad_norm
 from accelerate_lshdp.engine.collectives import ExactReduction, OrderedReductions, PendingReduction, WaitClock
 from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.topology import Topology, TopologyError
 from accelerate_lshdp.engine.units import UnitError, choose_units
@@ -209,6 +210,40 @@ def test_a_buffer_that_never_came_or_came_twice_is_an_error():
         reductions.finish()
     with pytest.raises(RuntimeError, match="twice in one backward"):
         reductions.ready(1, torch.tensor(1), [])
+
+
+class Slow:
+    """A reduction of two equal ranks that is carried out as late as possible, in the order in which it was started."""
+
+    def __init__(self) -> None:
+        self.group = self
+        self.waiting: list[torch.Tensor] = []
+
+    def size(self) -> int:
+        return 2
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: list[torch.Size]) -> PendingReduction:
+        self.waiting.append(buffer)
+        return self
+
+    def wait(self) -> None:
+        for buffer in self.waiting:
+            buffer.mul_(2)
+        self.waiting.clear()
+
+
+def test_a_backward_that_was_given_up_does_not_write_into_the_next_one():
+    model = nn.Linear(3, 2)
+    prepared = ReplicatedModel(model, Slow(), WaitClock(), bucket_bytes=None)
+    prepared.begin_backward(True)
+    model(torch.ones(1, 3)).sum().backward()
+    prepared.abandon_backward()
+    model.zero_grad()
+    prepared.begin_backward(True)
+    model(torch.ones(1, 3)).sum().backward()
+    prepared.deliver_backward()
+    prepared.finish_backward()
+    torch.testing.assert_close(model.weight.grad, torch.ones(2, 3), rtol=0, atol=0)
 
 
 # Clipping and scaling of gradients in different places

@@ -142,8 +142,17 @@ class OrderedReductions:
         self.count = count
         self._ready: dict[int, tuple[torch.Tensor, Sequence[torch.Size]]] = {}
         self._pending: list[PendingReduction] = []
+        self._given_up: list[PendingReduction] = []
         self._reduced: set[int] = set()
         self._next = 0
+
+    def begin(self) -> None:
+        """A backward begins: waits for what an earlier one that failed has under way, as it still fills its buffers."""
+        if self._given_up:
+            with self.clock.waiting():
+                for pending in self._given_up:
+                    pending.wait()
+            self._given_up.clear()
 
     def ready(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
         """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows."""
@@ -186,12 +195,14 @@ class OrderedReductions:
             with self.clock.waiting():
                 for pending in self._pending:
                     pending.wait()
+            self._pending.clear()
         finally:
             self.reset()
 
     def reset(self) -> None:
-        """Forgets what is under way, as after an error in the backward."""
+        """Gives up a backward that failed; does not wait for other ranks."""
         self._ready.clear()
+        self._given_up += self._pending
         self._pending.clear()
         self._reduced.clear()
         self._next = 0

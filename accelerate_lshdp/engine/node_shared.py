@@ -295,6 +295,8 @@ class NodeSharedModel(PreparedModel):
 
 
 def _check_parameters(module: nn.Module, _: tuple) -> None:
+    if torch.compiler.is_compiling():
+        return  # traced: the next backward checks
     prepared = PreparedModel.of(module)
     if isinstance(prepared, NodeSharedModel):
         prepared._watch.check()

@@ -92,6 +92,8 @@ class ReplicatedModel(PreparedModel):
         self.forget_cleared()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None
+        if self._reductions is not None:
+            self._reductions.begin()
         for bucket in self._buckets:
             bucket.filled.clear()
 

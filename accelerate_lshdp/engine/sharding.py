@@ -195,6 +195,8 @@ class ShardedModel(PreparedModel):
             )
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
+        if self._reductions is not None:
+            self._reductions.begin()
         # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
         # a reduction between nodes is under way: with several forwards everything is summed on the node first.
         self._overlaps = max(self._forwards.values(), default=0) <= 1
