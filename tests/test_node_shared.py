@@ -7,73 +7,15 @@ import copy
 import gc
 import os
 import re
-import signal
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import run_until_killed
+from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from training_cases import collate, make_optimizer, relative_error
-
-from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import node_memory
-from accelerate_lshdp.engine.node_memory import NodeMemory
-from accelerate_lshdp.engine.policies import Mechanism
-from accelerate_lshdp.engine.topology import Topology
-
-
-class TwoHeads(nn.Module):
-    """Tied and frozen parameters; each head can be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.inner[2].weight = self.inner[0].weight
-        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
-        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
-
-    def forward(self, inputs: torch.Tensor, head: int | None = None) -> torch.Tensor:
-        for layer in self.inner:
-            inputs = torch.tanh(layer(inputs)) * self.frozen
-        return sum(self.heads[i](inputs).square().mean() for i in ((0, 1) if head is None else (head,)))
-
-
-class Points(Dataset):
-    def __init__(self, count: int = 12) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"inputs": torch.sin(torch.arange(4, dtype=torch.float64) + index)}
-
-
-def batch_of(*indices: int) -> dict[str, torch.Tensor]:
-    return collate([Points()[index] for index in range(*indices)])
-
-
-def start(sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, **loading):
-    """An accelerator, and a model, an optimizer and a loader prepared by it."""
-    accelerator = LSHDPAccelerator(
-        plan=Plan.from_batch_sizes(sizes, strategy="lsdp"), lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0002)
-    )
-    assert accelerator.policies.mechanism is Mechanism.NODE_SHARED and accelerator.policies.notice is None
-    model = TwoHeads().double()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make_optimizer(model, 1e-2, 0.1) if optimizer_class is None else optimizer_class(trained, lr=1e-2)
-    loader = DataLoader(dataset or Points(), batch_size=1, collate_fn=collate, **loading)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    return accelerator, model.train(), optimizer, loader
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+from training_cases import make_optimizer, relative_error
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -339,100 +281,3 @@ def train_with_own_optimizer() -> list[str]:
 def test_an_optimizer_of_others_is_told_of(workers):
     for told in workers(2).run(train_with_own_optimizer):
         assert len(told) == 1 and "OwnOptimizer has to treat them one by one" in told[0]
-
-
-# Processes
-
-
-def end_early(how: str, folder: Path) -> None:
-    """Rank 1 ends in its second step, in the middle of the backward if it does not just leave the loop."""
-    accelerator, model, optimizer, loader = start()
-    rank = accelerator.process_index
-    pids: list[int] = [0, 0]
-    dist.all_gather_object(pids, os.getpid())
-
-    def end(gradient: torch.Tensor) -> None:
-        if how == "raises":
-            raise ValueError("a mistake of the script")
-        os.kill(os.getpid(), {"is killed": signal.SIGKILL, "hangs": signal.SIGSTOP}[how])
-
-    try:
-        for step, batch in enumerate(loader):
-            if step == 1 and rank == 1:
-                if how == "leaves":
-                    break
-                model.inner[1].weight.register_hook(end)
-            accelerator.backward(model(**batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    except RuntimeError as error:
-        (folder / f"error-{rank}").write_text(str(error))
-        if how == "hangs":
-            os.kill(pids[1], signal.SIGKILL)
-        raise
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "message"),
-    [
-        ("is killed", -signal.SIGKILL, "local rank 1 of this node has ended, but was to"),
-        ("raises", 1, "local rank 1 of this node (failed|has ended)"),
-        ("leaves", 0, "local rank 1 of this node has ended, but was to"),
-        ("hangs", -signal.SIGKILL, "waited 5 s for the other ranks of this node to .* One of them hangs"),
-    ],
-)
-def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message):
-    timeout = 5 if how == "hangs" else 60
-    codes = run_until_killed(end_early, how, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
-    assert codes == [1, code]
-    assert re.search(message, (tmp_path / "error-0").read_text())
-
-
-class Connections(Dataset):
-    """How many connections between ranks a worker of a loader keeps open."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ends = [end for memory in node_memory._memories for end in memory._peers.values()]
-        assert len(ends) == 1
-        return {"inputs": torch.full((4,), float(ends[0].fileno()), dtype=torch.float64)}
-
-
-def train_with_loading_processes() -> list[float]:
-    accelerator, model, optimizer, _ = start()
-    loader = accelerator.prepare(DataLoader(Connections(), batch_size=1, collate_fn=collate, num_workers=1))
-    seen = []
-    for batch in loader:
-        accelerator.backward(model(**batch))
-        optimizer.step()
-        seen += batch["inputs"].flatten().tolist()
-    return seen
-
-
-def test_processes_that_load_data_keep_no_connection_open(workers):
-    for seen in workers(2).run(train_with_loading_processes):
-        assert seen and set(seen) == {-1.0}
-
-
-def make_memory(trouble: str) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0 and trouble == "no memory":
-            patch.setattr(os, "posix_fallocate", refuse)
-        if rank == 1 and trouble == "no socket":
-            patch.setattr(node_memory, "_listener", refuse)
-        patch.setattr(node_memory, "_CONNECT_SECONDS", 1.0)
-        NodeMemory.create(Topology(rank, (world,)), 4096)
-
-
-def refuse(*_: object) -> None:
-    raise OSError(28, "nothing left")
-
-
-@pytest.mark.parametrize("trouble", ["no memory", "no socket"])
-def test_a_node_that_cannot_share_memory_says_so_on_all_ranks(workers, trouble):
-    errors = workers(2).run(make_memory, trouble, expect_failure=True, timeout=20)
-    assert all("cannot share memory" in error.message and "nothing left" in error.message for error in errors)
-    assert all("intra_node='collectives'" in error.message for error in errors)

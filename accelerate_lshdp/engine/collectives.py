@@ -147,7 +147,7 @@ class OrderedReductions:
         self._next = 0
 
     def begin(self) -> None:
-        """A backward begins: waits for what an earlier one that failed has under way, as it still fills its buffers."""
+        """A backward begins: waits for what an earlier one that failed has under way, which still fills buffers."""
         if self._given_up:
             with self.clock.waiting():
                 for pending in self._given_up:

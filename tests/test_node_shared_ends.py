@@ -1,0 +1,160 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Ranks that share memory notice it when one of them ends, fails or hangs, and leave nothing that hides their end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_cases import run_until_killed
+from node_shared_cases import start
+from torch.utils.data import DataLoader, Dataset
+from training_cases import collate
+
+from accelerate_lshdp.engine import node_memory
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
+from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, SharedBucket
+from accelerate_lshdp.engine.topology import Topology
+
+
+def end_early(how: str, folder: Path) -> None:
+    """Rank 1 ends in its second step, in the middle of the backward if it does not just leave the loop."""
+    accelerator, model, optimizer, loader = start()
+    rank = accelerator.process_index
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+
+    def end(gradient: torch.Tensor) -> None:
+        if how == "raises":
+            raise ValueError("a mistake of the script")
+        os.kill(os.getpid(), {"is killed": signal.SIGKILL, "hangs": signal.SIGSTOP}[how])
+
+    try:
+        for step, batch in enumerate(loader):
+            if step == 1 and rank == 1:
+                if how == "leaves":
+                    break
+                model.inner[1].weight.register_hook(end)
+            accelerator.backward(model(**batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    except RuntimeError as error:
+        (folder / f"error-{rank}").write_text(str(error))
+        if how == "hangs":
+            os.kill(pids[1], signal.SIGKILL)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("is killed", -signal.SIGKILL, "local rank 1 of this node has ended, but was to"),
+        ("raises", 1, "local rank 1 of this node (failed|has ended)"),
+        ("leaves", 0, "local rank 1 of this node has ended, but was to"),
+        ("hangs", -signal.SIGKILL, "waited 5 s for the other ranks of this node to .* One of them hangs"),
+    ],
+)
+def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message):
+    timeout = 5 if how == "hangs" else 60
+    codes = run_until_killed(end_early, how, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
+    assert codes == [1, code]
+    assert re.search(message, (tmp_path / "error-0").read_text())
+
+
+class Broken(GradientReduction):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: list[torch.Size]) -> PendingReduction:
+        raise RuntimeError("the cable is out")
+
+
+@pytest.fixture
+def lonely_rank() -> Iterator[NodeReduction]:
+    """A node of one rank with one bucket, which cannot be summed between nodes."""
+    layout = Layout()
+    place = layout.place(16)
+    table = NodeTable(1, 1, 1, layout)
+    memory = NodeMemory(mmap.mmap(-1, layout.bytes), {}, 0)
+    table.map(memory)
+    buffer = memory.tensor(place, (4,), torch.float32)
+    reduction = NodeReduction(memory, table, [SharedBucket(buffer, [buffer], 0, Broken())], WaitClock(), 20.0)
+    yield reduction
+    reduction.close()
+
+
+def test_an_error_of_the_thread_reaches_the_training_loop(lonely_rank):
+    lonely_rank.begin()
+    lonely_rank.ready(0, [torch.ones(4)], [True], True)
+    with pytest.raises(RuntimeError, match="summing gradients on this node failed: the cable is out"):
+        lonely_rank.finish(True, lambda index: None)
+    lonely_rank.abandon()
+    with pytest.raises(RuntimeError, match="the cable is out"):
+        lonely_rank.begin()
+
+
+def test_a_rank_may_end_when_it_has_done_its_part(lonely_rank):
+    """It is seen to be gone after the last look at what it has done: then there is more to see."""
+    lonely_rank._memory.gone.add(1)
+    looks = iter([False, True, True])
+    lonely_rank._wait(lambda: next(looks), "add its gradients")
+    with pytest.raises(NodeMemoryError, match="local rank 1 of this node has ended, but was to add its gradients"):
+        lonely_rank._wait(lambda: False, "add its gradients")
+
+
+class Connections(Dataset):
+    """How many connections between ranks a worker of a loader keeps open."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ends = [end for memory in node_memory._memories for end in memory._peers.values()]
+        assert len(ends) == 1
+        return {"inputs": torch.full((4,), float(ends[0].fileno()), dtype=torch.float64)}
+
+
+def train_with_loading_processes() -> list[float]:
+    accelerator, model, optimizer, _ = start()
+    loader = accelerator.prepare(DataLoader(Connections(), batch_size=1, collate_fn=collate, num_workers=1))
+    seen = []
+    for batch in loader:
+        accelerator.backward(model(**batch))
+        optimizer.step()
+        seen += batch["inputs"].flatten().tolist()
+    return seen
+
+
+def test_processes_that_load_data_keep_no_connection_open(workers):
+    for seen in workers(2).run(train_with_loading_processes):
+        assert seen and set(seen) == {-1.0}
+
+
+def make_memory(trouble: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0 and trouble == "no memory":
+            patch.setattr(os, "posix_fallocate", refuse)
+        if rank == 1 and trouble == "no socket":
+            patch.setattr(node_memory, "_listener", refuse)
+        patch.setattr(node_memory, "_CONNECT_SECONDS", 1.0)
+        NodeMemory.create(Topology(rank, (world,)), 4096)
+
+
+def refuse(*_: object) -> None:
+    raise OSError(28, "nothing left")
+
+
+@pytest.mark.parametrize("trouble", ["no memory", "no socket"])
+def test_a_node_that_cannot_share_memory_says_so_on_all_ranks(workers, trouble):
+    errors = workers(2).run(make_memory, trouble, expect_failure=True, timeout=20)
+    assert all("cannot share memory" in error.message and "nothing left" in error.message for error in errors)
+    assert all("intra_node='collectives'" in error.message for error in errors)
