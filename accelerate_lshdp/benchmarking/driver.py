@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import FULL_PRECISION
@@ -132,6 +133,7 @@ class ClusterBenchmark:
             model=self._size,
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],
+            plain_optimizer=median(launch.call("plain_optimizer", timeout=BUILD_SECONDS)),
         )
 
     # Measuring

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from accelerate_lshdp.benchmarking.timeline import Timeline
 # The gradient of a key bias is zero but for rounding. With Adam's usual 1e-8 the optimizer makes steps of that noise,
 # which no two exact runs share.
 ADAM_EPS = 1e-6
+OPTIMIZER_STEPS = 3
 
 
 class Rank:
@@ -106,6 +108,22 @@ class Rank:
         with torch.device("meta"):
             shapes = [parameter.shape for parameter in models.build_model(self.model, self.seed).parameters()]
         return {name: measure_format(name, shapes) for name in names}
+
+    def plain_optimizer(self) -> float:
+        """How many times as much processor time AdamW takes as plain PyTorch steps it, parameter by parameter."""
+        parameters = list(models.build_model(self.model, self.seed).parameters())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        seconds = {}
+        for fused in (None, True):
+            optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS, fused=fused)
+            times = []
+            for _ in range(OPTIMIZER_STEPS + 1):
+                before = time.process_time()
+                optimizer.step()
+                times.append(time.process_time() - before)
+            seconds[fused] = median(times[1:])  # the first one makes the state
+        return max(1.0, seconds[None] / seconds[True])
 
     def uses_shared_memory(self) -> bool:
         """Whether node-sharded strategies exchange through shared memory inside this node."""

@@ -231,7 +231,9 @@ class _StepWriter:
     # The two kinds of steps
 
     def _pieces(self) -> list[float]:
-        """Shares of the gradient in the order in which they travel."""
+        """Shares of the gradient in the order in which they travel: as measured, else as the engine would cut it."""
+        if self.model.ready_bytes and not self.traits.is_plain:
+            return [size / sum(self.model.ready_bytes) for size in self.model.ready_bytes]
         if self.traits.shared_by is SharedBy.NODE:
             units = [*reversed(self.model.unit_bytes), self.model.root_bytes]
             return [unit / self.model.parameter_bytes for unit in units if unit > 0]

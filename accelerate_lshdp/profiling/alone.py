@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.topology import Topology
@@ -103,6 +104,8 @@ class LoneRank:
         replaced = {id(parameter): after[name] for name, parameter in before.items() if name in after}
         for group in subject.optimizer.param_groups:
             group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
+        if self.device.type == "cpu":
+            fuse_steps(subject.optimizer)  # as a run does
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the device."""
