@@ -42,6 +42,7 @@ class PayloadCounter:
         (dist, "all_gather"): ("all_gather", "tensor"),
         (dist, "all_to_all_single"): ("all_to_all", "input"),
         (dist, "all_to_all"): ("all_to_all", "input_tensor_list"),
+        (collectives, "exchange_in_pairs"): ("all_to_all", "sent"),
         (dist, "reduce_scatter"): ("reduce_scatter", "input_list"),
         (dist, "all_gather_into_tensor"): ("all_gather", "output_tensor"),
         (dist, "reduce_scatter_tensor"): ("reduce_scatter", "input"),

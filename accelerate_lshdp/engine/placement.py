@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from accelerate_lshdp.engine.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.collectives import (
     GradientReduction,
     TimedAllGather,
@@ -64,7 +65,10 @@ class Placement:
         self.communication = communication
         self.units = units
         self.prefetch = prefetch
-        self.bucket_bytes = bucket_bytes
+        # PowerSGD sends so little that many small messages would cost more than waiting for the last large bucket.
+        self.bucket_bytes = (
+            LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
+        )
         self.reduction = reduction
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
