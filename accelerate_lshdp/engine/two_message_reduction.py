@@ -300,4 +300,7 @@ def _stop(worker: weakref.ref[_Worker]) -> None:
 def _like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of the same ranks (collective over them)."""
     timeout = group._get_backend(group._device_types[0]).options._timeout
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=True)
+    # Groups that only their members make are named after their ranks. One that follows another of the same name, which
+    # was destroyed, may find the addresses of that one; groups that all ranks make are numbered instead.
+    some_ranks = group.size() < dist.get_world_size()
+    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=some_ranks)
