@@ -145,3 +145,18 @@ def test_a_rank_that_fails_while_others_send_stops_all(workers, after):
     errors = workers(2).run(fail_while_sending, after, nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True)
     assert None not in errors and len({error.message for error in errors}) == 1
     assert "the user's loss failed" in errors[0].message and "rank" in errors[0].message
+
+
+def profile_with_sgd() -> int:
+    """Under FSDP2 parameters are shards, which the fused SGD of torch does not take."""
+    accelerator = LSHDPAccelerator()
+    model = tiny_vit()
+    loader = DataLoader(image_dataset(16), batch_size=2, collate_fn=collate)
+    subject = Subject(model, loader, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), image_loss)
+    profile = profile_ranks(subject, ProfilingOptions(seconds=1.0, strategy="fsdp", max_batch=2), accelerator)
+    return len(profile.ranks)
+
+
+@pytest.mark.timeout(90)
+def test_sgd_is_profiled_on_shards(workers) -> None:
+    assert workers(2).run(profile_with_sgd, nodes=(1, 1), timeout=60) == [2, 2]

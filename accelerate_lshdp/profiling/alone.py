@@ -105,7 +105,7 @@ class LoneRank:
         for group in subject.optimizer.param_groups:
             group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
         if self.device.type == "cpu":
-            fuse_steps(subject.optimizer)  # as a run does
+            fuse_steps(subject.optimizer, self.policies.is_sharded)  # as a run does
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the device."""
