@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.driver import ClusterBenchmark
+from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS
 from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
@@ -47,6 +48,10 @@ class PretendedLaunch:
         self.sent = 0
         self.open: list[str] = []
 
+    def with_crews(self, crews: Sequence[str]) -> PretendedLaunch:
+        self.crews = crews
+        return self
+
     def __enter__(self) -> PretendedLaunch:
         self.open.clear()
         return self
@@ -62,7 +67,9 @@ class PretendedLaunch:
         finally:
             self.network = "full speed"
 
-    def call(self, method: str, *, timeout: float = 60, **arguments: Any) -> list[Any]:
+    def call(self, method: str, *, crew: str = ENGINE, timeout: float = 60, **arguments: Any) -> list[Any]:
+        assert crew in self.crews
+        assert ("torch_" in arguments.get("name", "")) == (crew == PEERS) or method in ("build", "peak_bytes")
         self.calls.append((method, arguments.get("name", "")))
         self.fail(method, arguments)
         return [getattr(self, f"_{method}")(**arguments)] * 2
@@ -116,7 +123,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], PretendedLaunch]:
     launch = PretendedLaunch(seconds, fail)
     config = BenchmarkConfig.from_dict({**DOCUMENT, **(changes or {})})
-    benchmark = ClusterBenchmark(config, "two", "vit", lambda: launch, say=lambda what: None)
+    benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
     return [measurement.to_dict() for measurement in benchmark.run()], launch
 
 
@@ -128,7 +135,7 @@ def test_cases_take_turns_in_another_order_each_round() -> None:
     turns = [trained[turn : turn + 6 : 2] for turn in range(0, 18, 6)]
     assert [turn[0].partition(",")[0] for turn in turns] == ["torch_ddp", "ddp fp32", "lsdp fp32"]
     assert all(set(turn) == set(turns[0]) for turn in turns)
-    assert launch.calls.count(("build", "")) == 1 and launch.open == []
+    assert launch.calls.count(("build", "")) == 2 and launch.open == []
     assert [(result["label"], result["network"]) for result in results[:4]] == [
         ("torch_ddp", "1 Gb/s"),
         ("ddp fp32", "1 Gb/s"),
@@ -181,7 +188,8 @@ def test_lost_processes_end_what_had_not_finished_and_nothing_else() -> None:
 def test_memory_is_measured_in_fresh_processes_for_each_case(interleaved: bool) -> None:
     results, launch = run({"memory": True, "interleaved": interleaved})
     assert all(result["peak_pss_bytes"] == [5, 7] and result["peak_rank_bytes"] == [11, 11] for result in results)
-    assert launch.calls.count(("build", "")) == 1 + 3
+    # Plain PyTorch takes turns in processes of its own; what knows the cluster are the engine's.
+    assert launch.calls.count(("build", "")) == (2 if interleaved else 1) + 3
     assert all(result["step_seconds"] == 1.0 for result in results)
 
 

@@ -381,7 +381,7 @@ def test_the_optimizer_follows_the_model() -> None:
     """One process: the same mechanism as in training, and parameters that move."""
     subject = a_subject(lambda model, batch: image_loss(model, {"labels": batch.pop("labels"), **batch}))
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="lsdp"), cpu=True)
-    rank = LoneRank(accelerator, Strategy.LSDP, units=None, bucket_megabytes=25.0, reduction=None)
+    rank = LoneRank(accelerator, Strategy.LSDP, units=None, bucket_megabytes=25.0, partners=2, reduction=None)
     rank.build(subject)
     before = [parameter.detach().clone() for parameter in subject.model.parameters()]
     batch = rank.to_device(Samples(subject.train_dataloader).batch(2))

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate_lshdp.benchmarking.cases import FULL_PRECISION
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
-from accelerate_lshdp.benchmarking.launches import Launch
+from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS, Launch
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.planned import Format, Knowledge, micro_batches_of, read_formats
@@ -38,7 +38,7 @@ class ClusterBenchmark:
     Args:
         config: of the benchmark.
         cluster, model: names in it.
-        launch: starts the processes of all ranks.
+        launch: starts the processes of the crews that it is given.
         say: tells whoever waits what is going on.
     """
 
@@ -47,7 +47,7 @@ class ClusterBenchmark:
         config: BenchmarkConfig,
         cluster: str,
         model: str,
-        launch: Callable[[], AbstractContextManager[Launch]],
+        launch: Callable[[Sequence[str]], AbstractContextManager[Launch]],
         say: Callable[[str], None],
     ) -> None:
         self.config = config
@@ -68,13 +68,14 @@ class ClusterBenchmark:
     def run(self) -> list[Measurement]:
         """Measures everything. A case that fails has its error; what it took with it has the same."""
         if self.config.interleaved:
-            with self._noting_failures(self.measurements), self._built() as launch:
+            crews = (ENGINE, PEERS) if any(case.is_peer for case in self.config.cases) else (ENGINE,)
+            with self._noting_failures(self.measurements), self._built(crews) as launch:
                 self._learn(launch)
                 for network in self.config.networks:
                     self._measure_in_turns(launch, network)
         else:
             with self._noting_failures(self.measurements):
-                with self._built() as launch:
+                with self._built((ENGINE,)) as launch:
                     self._learn(launch)
         if self.config.memory or not self.config.interleaved:
             for case in self.config.cases:
@@ -84,19 +85,21 @@ class ClusterBenchmark:
     # Processes and what is known of them
 
     @contextmanager
-    def _built(self) -> Iterator[Launch]:
+    def _built(self, crews: Sequence[str]) -> Iterator[Launch]:
         """Processes that have built what all cases need."""
         self._say("starting the processes")
-        with self._launch() as launch:
-            told = launch.call(
-                "build",
-                timeout=START_SECONDS,
-                model=self.model,
-                seed=self.config.seed,
-                learning_rate=self.config.learning_rate,
-                emulated=launch.sleeps,
-                timeout_seconds=2 * self.config.step_timeout_seconds,
-            )[0]
+        with self._launch(crews) as launch:
+            for crew in crews:
+                told = launch.call(
+                    "build",
+                    crew=crew,
+                    timeout=START_SECONDS,
+                    model=self.model,
+                    seed=self.config.seed,
+                    learning_rate=self.config.learning_rate,
+                    emulated=launch.sleeps,
+                    timeout_seconds=2 * self.config.step_timeout_seconds,
+                )[0]
             self._size = ModelSize(4 * told["parameters"], 4 * told["parameters"], told["unit_bytes"])
             for measurement in self.measurements:
                 measurement.parameters = told["parameters"]
@@ -133,7 +136,7 @@ class ClusterBenchmark:
             model=self._size,
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],
-            plain_optimizer=median(launch.call("plain_optimizer", timeout=BUILD_SECONDS)),
+            plain_optimizer=median(launch.call("plain_optimizer", crew=launch.crews[-1], timeout=BUILD_SECONDS)),
         )
 
     # Measuring
@@ -158,7 +161,8 @@ class ClusterBenchmark:
         if not measurements:
             return
         self._say(f"{measurements[0].case.label}: in fresh processes")
-        with self._noting_failures(measurements), self._built() as launch:
+        crew = _crew(measurements[0])
+        with self._noting_failures(measurements), self._built((crew,)) as launch:
             meter = MemoryMeter(launch.memory_bytes) if self.config.memory else None
             with meter or nullcontext():
                 for measurement in measurements if not self.config.interleaved else measurements[:1]:
@@ -171,7 +175,7 @@ class ClusterBenchmark:
                                 self._take_turn(launch, measurement)
                         self._end(launch, measurement)
             if meter is not None:
-                peaks = launch.call("peak_bytes")
+                peaks = launch.call("peak_bytes", crew=crew)
                 for measurement in measurements:
                     measurement.peak_pss_bytes = meter.peak_bytes
                     measurement.peak_rank_bytes = peaks
@@ -194,6 +198,7 @@ class ClusterBenchmark:
                     self._say(f"{measurement.name} is not predicted: {error}")
         launch.call(
             "begin",
+            crew=_crew(measurement),
             timeout=BUILD_SECONDS,
             name=measurement.name,
             strategy=case.strategy if case.is_peer else str(case.engine_strategy),
@@ -217,12 +222,13 @@ class ClusterBenchmark:
 
     def _train(self, launch: Launch, measurement: Measurement, steps: int) -> Any:
         timeout = 30 + self.config.step_timeout_seconds * steps
-        return launch.call("train", timeout=timeout, name=measurement.name, steps=steps)
+        return launch.call("train", crew=_crew(measurement), timeout=timeout, name=measurement.name, steps=steps)
 
     def _end(self, launch: Launch, measurement: Measurement) -> None:
-        measurement.statistics = launch.call("statistics", name=measurement.name)[0]
-        measurement.timeline = launch.call("timeline", name=measurement.name)
-        launch.call("end", name=measurement.name)
+        crew = _crew(measurement)
+        measurement.statistics = launch.call("statistics", crew=crew, name=measurement.name)[0]
+        measurement.timeline = launch.call("timeline", crew=crew, name=measurement.name)
+        launch.call("end", crew=crew, name=measurement.name)
 
     # Failures
 
@@ -248,6 +254,10 @@ class ClusterBenchmark:
             for measurement in measurements:
                 if measurement.error is None and (measurement.timeline is None or not self.config.interleaved):
                     measurement.error = f"the processes were lost before it had finished: {_summary(error)}"
+
+
+def _crew(measurement: Measurement) -> str:
+    return PEERS if measurement.case.is_peer else ENGINE
 
 
 def _summary(error: Exception) -> str:

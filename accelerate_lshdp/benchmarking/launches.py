@@ -2,6 +2,9 @@
 """The ranks' processes on a cluster: an emulated one, or without root on the loopback.
 
 They import and build at full speed and meet the cluster's speeds and network only while something is measured.
+
+Plain PyTorch has processes of its own: this package binds its processes to cores and tunes their allocator, which the
+scripts that it is compared with do not.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluste
 FULL_SPEED = NetworkDescription(10e9)
 #: Inside a network namespace of its own, where nobody else listens.
 _PORT = 29500
+#: Whose processes: those that use the engine, and those of plain PyTorch.
+ENGINE, PEERS = "engine", "peers"
 _CALL_SECONDS = 60.0
 _COMMAND = (sys.executable, "-m", "accelerate_lshdp.benchmarking.rank")
 
@@ -31,14 +36,16 @@ class Launch(ABC):
     Args:
         nodes: of the cluster.
         threads: of every rank's computation.
+        crews: `ENGINE`, `PEERS` or both: each has a process for every rank.
     """
 
-    def __init__(self, nodes: Sequence[NodeDescription], threads: int) -> None:
+    def __init__(self, nodes: Sequence[NodeDescription], threads: int, crews: Sequence[str] = (ENGINE,)) -> None:
         self.nodes = list(nodes)
         self.node_sizes = [node.ranks for node in nodes]
         self.node_of_rank = [index for index, node in enumerate(nodes) for _ in range(node.ranks)]
         self.threads = threads
-        self._ranks: RankProcesses | None = None
+        self.crews = tuple(crews)
+        self._ranks: dict[str, RankProcesses] = {}
         self._stack = ExitStack()
 
     #: Whether speeds are emulated by sleeping, which the ranks have to do themselves.
@@ -46,8 +53,9 @@ class Launch(ABC):
 
     def __enter__(self) -> Launch:
         try:
-            places = self._places(self._stack)
-            self._ranks = self._stack.enter_context(RankProcesses(_COMMAND, places))
+            self._open(self._stack)
+            for number, crew in enumerate(self.crews):
+                self._ranks[crew] = self._stack.enter_context(RankProcesses(_COMMAND, self._places(number)))
         except BaseException:
             self._stack.close()
             raise
@@ -56,13 +64,9 @@ class Launch(ABC):
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def call(self, method: str, *, timeout: float = _CALL_SECONDS, **arguments: Any) -> list[Any]:
-        """What `rank.Rank`'s method returned, in rank order. Raises RankError."""
-        return self._ranks.call(method, timeout=timeout, **arguments)
-
-    @property
-    def pids(self) -> list[int]:
-        return self._ranks.pids
+    def call(self, method: str, *, crew: str = ENGINE, timeout: float = _CALL_SECONDS, **arguments: Any) -> list[Any]:
+        """What `rank.Rank`'s method returned in the processes of a crew, in rank order. Raises RankError."""
+        return self._ranks[crew].call(method, timeout=timeout, **arguments)
 
     @contextmanager
     def as_described(self, network: NetworkDescription) -> Iterator[None]:
@@ -75,12 +79,15 @@ class Launch(ABC):
 
     def sent_inside_nodes(self) -> list[int] | None:
         """Bytes that went over each node's own loopback so far."""
-        counted = self.call("loopback_bytes")
+        counted = self.call("loopback_bytes", crew=self.crews[0])  # all of a node's processes share its loopback
         return [counted[self.node_of_rank.index(node)] for node in range(len(self.nodes))]
 
+    def _open(self, stack: ExitStack) -> None:  # noqa: B027 - not every launch has something to open
+        """Makes what the processes run on; what has to be closed at the end goes to the stack."""
+
     @abstractmethod
-    def _places(self, stack: ExitStack) -> list[RankPlace]:
-        """Where each rank runs; what has to be closed at the end goes to the stack."""
+    def _places(self, number: int) -> list[RankPlace]:
+        """Where each rank of the crew with this number runs."""
 
     @abstractmethod
     def _shape(self, network: NetworkDescription, cores: Sequence[float] | None) -> None:
@@ -98,16 +105,18 @@ class Launch(ABC):
 class EmulatedLaunch(Launch):
     """On an `EmulatedCluster`: needs root."""
 
-    def _places(self, stack: ExitStack) -> list[RankPlace]:
+    def _open(self, stack: ExitStack) -> None:
         description = ClusterDescription(tuple(self.nodes), FULL_SPEED)
         self._cluster = stack.enter_context(EmulatedCluster(description))
         self._shape(FULL_SPEED, None)
+
+    def _places(self, number: int) -> list[RankPlace]:
         places = []
         for rank, node in enumerate(self.node_of_rank):
             environment = rank_environment(
                 rank,
                 self.node_sizes,
-                port=_PORT,
+                port=_PORT + number,
                 address=self._cluster.nodes[0].address,
                 interface=self._cluster.nodes[node].interface,
                 threads=self.threads,
@@ -132,7 +141,7 @@ class LoopbackLaunch(Launch):
 
     sleeps = True
 
-    def _places(self, stack: ExitStack) -> list[RankPlace]:
+    def _places(self, number: int) -> list[RankPlace]:
         port = free_port()
         ranks = range(len(self.node_of_rank))
         return [RankPlace(rank_environment(r, self.node_sizes, port=port, threads=self.threads)) for r in ranks]
@@ -142,7 +151,8 @@ class LoopbackLaunch(Launch):
         if cores is not None:
             shares = [cores[node] / self.node_sizes[node] for node in self.node_of_rank]
             factors = [max(1.0, self.threads / share) for share in shares]
-        self.call("set_slowdown", factors=factors)
+        for crew in self.crews:
+            self.call("set_slowdown", crew=crew, factors=factors)
 
     def sent_inside_nodes(self) -> list[int] | None:
         return None  # all nodes share one loopback
@@ -154,11 +164,14 @@ class LoopbackLaunch(Launch):
         import psutil
 
         sums = [0] * len(self.nodes)
-        for pid, node in zip(self.pids, self.node_of_rank, strict=True):
-            sums[node] += psutil.Process(pid).memory_full_info().pss
+        for ranks in self._ranks.values():
+            for pid, node in zip(ranks.pids, self.node_of_rank, strict=True):
+                sums[node] += psutil.Process(pid).memory_full_info().pss
         return sums
 
 
-def make_launch(nodes: Sequence[NodeDescription], threads: int, in_process: bool) -> AbstractContextManager[Launch]:
+def make_launch(
+    nodes: Sequence[NodeDescription], threads: int, in_process: bool, crews: Sequence[str]
+) -> AbstractContextManager[Launch]:
     """The processes on an emulated cluster, or on the loopback."""
-    return (LoopbackLaunch if in_process else EmulatedLaunch)(nodes, threads)
+    return (LoopbackLaunch if in_process else EmulatedLaunch)(nodes, threads, crews)

@@ -14,6 +14,7 @@ from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
 from accelerate_lshdp.planning.network import Link, ring_all_reduce
 from accelerate_lshdp.planning.step_simulation import Processors
+from accelerate_lshdp.planning.strategies import collectives_of, strategy_traits
 from accelerate_lshdp.planning.strategy_time import predict_step
 from accelerate_lshdp.profiling.documents import Profile
 from accelerate_lshdp.profiling.measured import Network
@@ -119,7 +120,8 @@ class Knowledge:
         """
         nodes = [node.ranks for node in self.nodes]
         exact = self.formats[FULL_PRECISION].handling
-        exchange = ring_all_reduce(self.model.gradient_bytes, nodes)
+        collectives = collectives_of(strategy_traits(str(self.profile.strategy)), nodes)
+        exchange = (collectives.all_reduce or ring_all_reduce)(self.model.gradient_bytes, nodes)
         count = len(self.profile.bucket_bytes)
         idle = sum(
             handled * exact.seconds_per_byte + count * ranks * exact.seconds_per_collective

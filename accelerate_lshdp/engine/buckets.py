@@ -14,26 +14,34 @@ LARGEST_BYTES = 25_000_000
 #: Below this the latency of its messages counts.
 SMALLEST_BYTES = 1_000_000
 #: The last bucket travels when the backward is over, and nothing hides it: so it should be a small part of the model.
-_LEAST_BUCKETS = 12
+#: But a ring of n ranks sends a bucket in messages of 1/n, twice n - 1 of them one after the other, and each wakes a
+#: thread that may have to wait for a processor. So a message, not a bucket, has this part of the model.
+_MESSAGES = 48
 
 
-def default_bucket_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """A size of buckets for a model: small enough to begin early and to leave little for the end."""
+def default_bucket_bytes(parameters: Sequence[nn.Parameter], partners: int) -> int:
+    """A size of buckets for a model: small enough to begin early and to leave little for the end.
+
+    Args:
+        parameters: the trainable ones.
+        partners: ranks that sum a bucket between nodes.
+    """
     total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
-    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total // _LEAST_BUCKETS))
+    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, partners) // _MESSAGES))
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[int]]:
+def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, partners: int) -> list[list[int]]:
     """Indices of parameters, bucket by bucket, in the order in which a backward usually produces gradients.
 
     Args:
         parameters: the trainable ones, in the order of the model.
         bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``.
+        partners: ranks that sum a bucket between nodes.
 
     Returns:
         Buckets of one dtype and device each.
     """
-    limit = default_bucket_bytes(parameters) if bucket_bytes is None else bucket_bytes
+    limit = default_bucket_bytes(parameters, partners) if bucket_bytes is None else bucket_bytes
     buckets: list[list[int]] = []
     sizes: list[int] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], int] = {}

@@ -62,7 +62,8 @@ class NodeSharedModel(PreparedModel):
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: of a bucket of gradients; None: chosen from the model's size.
+        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and the partners.
+        partners: nodes that sum a bucket.
         timeout_seconds: how long to wait for another rank of the node.
 
     Raises:
@@ -78,11 +79,12 @@ class NodeSharedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
+        partners: int,
         timeout_seconds: float,
     ) -> None:
         super().__init__(module, clock)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._layout = fill_buckets(self._parameters, bucket_bytes)
+        self._layout = fill_buckets(self._parameters, bucket_bytes, partners)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._fresh = [True] * len(self._parameters)

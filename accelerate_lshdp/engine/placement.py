@@ -43,6 +43,7 @@ class Placement:
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
+        partners: ranks that sum a bucket between nodes in the run that this one stands for; None: those of this one.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Placement:
         prefetch: int,
         bucket_bytes: int | None,
         reduction: GradientReduction | None = None,
+        partners: int | None = None,
     ) -> None:
         self.policies = policies
         self.topology = topology
@@ -70,6 +72,7 @@ class Placement:
             LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
         )
         self.reduction = reduction
+        self.partners = len(policies.replica_groups[0]) if partners is None else partners
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
 
@@ -101,11 +104,14 @@ class Placement:
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
+                partners=self.partners,
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
-            return ReplicatedModel(model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes)
+            return ReplicatedModel(
+                model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes, partners=self.partners
+            )
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         all_gather, reduce_scatter = self._unit_collectives()

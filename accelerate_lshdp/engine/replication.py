@@ -40,17 +40,24 @@ class ReplicatedModel(PreparedModel):
         reduction: sums a buffer over all ranks.
         clock: counts the time spent waiting.
         bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
-            the model's size.
+            the model's size and the partners.
+        partners: ranks that sum a bucket.
     """
 
     def __init__(
-        self, module: nn.Module, reduction: GradientReduction | None, clock: WaitClock, *, bucket_bytes: int | None
+        self,
+        module: nn.Module,
+        reduction: GradientReduction | None,
+        clock: WaitClock,
+        *,
+        bucket_bytes: int | None,
+        partners: int,
     ) -> None:
         super().__init__(module, clock)
         self.world_size = reduction.group.size() if reduction is not None else 1
         self.loss_multiplier = float(self.world_size)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = self._fill_buckets(bucket_bytes) if reduction is not None else []
+        self._buckets = self._fill_buckets(bucket_bytes, partners) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._reductions = OrderedReductions(reduction, clock, len(self._buckets)) if reduction is not None else None
         self._synchronise = False
@@ -60,8 +67,8 @@ class ReplicatedModel(PreparedModel):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def _fill_buckets(self, bucket_bytes: int | None) -> list[_Bucket]:
-        buckets = fill_buckets(self._parameters, bucket_bytes)
+    def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
+        buckets = fill_buckets(self._parameters, bucket_bytes, partners)
         return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd

@@ -78,11 +78,14 @@ class Exchange:
         sent_bytes: what each node sends to other nodes; it receives as much.
         handled_bytes: what the ranks of each node send, to their own node too: the work of its processors.
         rounds: messages that wait for each other.
+        inside_bytes: the part of `handled_bytes` that each node exchanges in a stage of its own, while nothing travels
+            between nodes. Empty: nothing.
     """
 
     sent_bytes: tuple[float, ...]
     handled_bytes: tuple[float, ...]
     rounds: int
+    inside_bytes: tuple[float, ...] = ()
 
     def seconds(self, link: Link) -> float:
         """On the wire between nodes: as long as the node that sends most."""
@@ -163,8 +166,8 @@ def _ring(payload: float, nodes: Sequence[int], passes: int) -> Exchange:
 
 def _two_stage(payload: float, nodes: Sequence[int], rounds: int) -> Exchange:
     count = _equal_nodes(nodes)
-    sent = (count - 1) / count * payload
-    return Exchange((sent,) * count, (sent + (nodes[0] - 1) * payload,) * count, rounds)
+    sent, inside = (count - 1) / count * payload, (nodes[0] - 1) * payload
+    return Exchange((sent,) * count, (sent + inside,) * count, rounds, (inside,) * count if inside else ())
 
 
 def _equal_nodes(nodes: Sequence[int]) -> int:

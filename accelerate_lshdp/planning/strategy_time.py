@@ -126,15 +126,18 @@ class _StepWriter:
         self.traits, self.model, self.cluster = strategy_traits(strategy), model, cluster
         self.nodes = cluster.nodes
         self.collectives = collectives_of(self.traits, self.nodes, communication_dtype, cluster.two_stage)
+        self.communication_dtype = communication_dtype
         self.wire_share = wire_bytes / model.gradient_bytes if model.gradient_bytes else 0.0
         self.converts = communication_dtype != "fp32" and len(self.nodes) > 1
         self.node_of_rank = np.repeat(np.arange(len(self.nodes)), self.nodes)
         self.group = np.array(group_sizes(self.traits, self.nodes))[self.node_of_rank]
         self.shares_inside = self.traits.shared_by is SharedBy.NODE and self.group.max() > 1
+        self.in_memory = self.shares_inside and cluster.shared_memory
         self.blocks = not (self.traits.overlaps or cluster.streams)
         self.segments: list[np.ndarray] = []
         self.needs: list[int | None] = []
-        self.transfers: list[tuple[Exchange, int]] = []
+        self.exchanges: list[Exchange] = []
+        self.transfers: list[Transfer] = []
         self.extra = np.zeros(len(self.group))  # seconds that are neither computing nor the optimizer
         self.inside_bytes = np.zeros(len(self.nodes))
 
@@ -179,7 +182,8 @@ class _StepWriter:
         """Adds a segment; returns its place."""
         self.extra += extra
         whole = seconds + extra
-        if self.shares_inside:  # ranks of a node gather and reduce together: as fast as the slowest of them
+        if self.shares_inside and not self.in_memory:
+            # Ranks of a node gather and reduce together: as fast as the slowest of them.
             slowest = [whole[self.node_of_rank == node].max() for node in range(len(self.nodes))]
             whole = np.array(slowest)[self.node_of_rank]
         self.segments.append(whole)
@@ -192,8 +196,22 @@ class _StepWriter:
             return None
         exchange = collective(payload, self.nodes)
         self.inside_bytes += np.array(exchange.handled_bytes) - np.array(exchange.sent_bytes)
-        self.transfers.append((exchange, after))
+        self.exchanges.append(exchange)
+        inside = np.array(exchange.inside_bytes or (0.0,) * len(self.nodes))
+        loads = self._loads(np.array(exchange.handled_bytes) - inside)
+        self.transfers.append(Transfer(exchange.seconds(self.cluster.link), loads, after))
+        if inside.any():
+            self.transfers.append(Transfer(0.0, self._loads(inside), after))
         return len(self.transfers) - 1
+
+    def _loads(self, handled_bytes: np.ndarray) -> tuple[float, ...]:
+        """What a collective takes of the processors of each node."""
+        # A bucket that lies in a node's shared memory is sent by one rank of the node.
+        ranks = [1] * len(self.nodes) if self.in_memory else self.nodes
+        return tuple(
+            float(handled * own.seconds_per_byte + count * own.seconds_per_collective)
+            for handled, own, count in zip(handled_bytes, self.cluster.handling, ranks, strict=True)
+        )
 
     def _inside(self, payload: float, times: np.ndarray | int = 1) -> np.ndarray:
         """Seconds of one all-gather or reduce-scatter of `payload` bytes inside each node; its bytes count `times`.
@@ -209,13 +227,12 @@ class _StepWriter:
         for node, count in enumerate(self.nodes):
             ranks = self.node_of_rank == node
             handled, own, link = (count - 1) * payload, self.cluster.handling[node], self.cluster.inside
-            work = handled * own.seconds_per_byte
-            if self.cluster.shared_memory:
-                work *= _SHARED_MEMORY_SHARE
-            else:
-                self.inside_bytes[node] += rounds[ranks].max() * handled
+            if self.in_memory:
+                seconds[ranks] += _SHARED_MEMORY_SHARE * handled * own.seconds_per_byte
+                continue
+            self.inside_bytes[node] += rounds[ranks].max() * handled
             wire = link.seconds((count - 1) / count * payload, count - 1) if link is not None else 0.0
-            seconds[ranks] += max(work + count * own.seconds_per_collective, wire)
+            seconds[ranks] += max(handled * own.seconds_per_byte + count * own.seconds_per_collective, wire)
         return seconds
 
     def _beside(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
@@ -233,7 +250,8 @@ class _StepWriter:
     def _pieces(self) -> list[float]:
         """Shares of the gradient in the order in which they travel: as measured, else as the engine would cut it."""
         if self.model.ready_bytes and not self.traits.is_plain:
-            return [size / sum(self.model.ready_bytes) for size in self.model.ready_bytes]
+            pieces = [size / sum(self.model.ready_bytes) for size in self.model.ready_bytes]
+            return pieces if self.communication_dtype != "powersgd" else self._merged(pieces)
         if self.traits.shared_by is SharedBy.NODE:
             units = [*reversed(self.model.unit_bytes), self.model.root_bytes]
             return [unit / self.model.parameter_bytes for unit in units if unit > 0]
@@ -242,6 +260,15 @@ class _StepWriter:
         count = int(-(-(total - first) // (_TORCH_BUCKET if self.traits.is_plain else BUCKET_BYTES)))
         buckets = [first, *[(total - first) / max(1, count)] * count]
         return [bucket / total for bucket in buckets if bucket > 0]
+
+    def _merged(self, pieces: Sequence[float]) -> list[float]:
+        """As `BUCKET_BYTES` cut them: PowerSGD sends so little that the engine gives it few large buckets."""
+        merged = [0.0]
+        for piece in pieces:
+            if merged[-1] and (merged[-1] + piece) * self.model.gradient_bytes > BUCKET_BYTES:
+                merged.append(0.0)
+            merged[-1] += piece
+        return merged
 
     def write_overlapped(self) -> None:
         """Gradients travel between nodes while the backward goes on."""
@@ -310,26 +337,13 @@ class _StepWriter:
 
     def play(self) -> StepPrediction:
         segments = [Segment(tuple(row.tolist()), need) for row, need in zip(self.segments, self.needs, strict=True)]
-        transfers = [
-            Transfer(
-                exchange.seconds(self.cluster.link),
-                tuple(
-                    handled * own.seconds_per_byte + count * own.seconds_per_collective
-                    for handled, own, count in zip(
-                        exchange.handled_bytes, self.cluster.handling, self.nodes, strict=True
-                    )
-                ),
-                after,
-            )
-            for exchange, after in self.transfers
-        ]
-        played = play_step(segments, transfers, self.node_of_rank.tolist(), self.cluster.processors)
+        played = play_step(segments, self.transfers, self.node_of_rank.tolist(), self.cluster.processors)
         compute = self.steps * self.time + self.overhead
         slowed = np.maximum(0.0, np.array(played.busy_seconds) - np.sum(self.segments, axis=0))
         communication = self.extra + slowed
         wait = np.maximum(0.0, played.seconds - compute - self.optimizer - communication)
         columns = zip(compute, self.optimizer, communication, wait, strict=True)
-        sent = np.sum([exchange.sent_bytes for exchange, _ in self.transfers] or [[0.0] * len(self.nodes)], axis=0)
+        sent = np.sum([exchange.sent_bytes for exchange in self.exchanges] or [[0.0] * len(self.nodes)], axis=0)
         return StepPrediction(
             float(played.seconds),
             tuple(RankStep(*map(float, values)) for values in columns),

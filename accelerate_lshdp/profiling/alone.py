@@ -45,6 +45,7 @@ class LoneRank:
         strategy: the one to measure.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
         bucket_megabytes: as for ``LSDPPlugin``.
+        partners: ranks that sum a bucket between nodes when all train.
         reduction: gets the gradient buckets of synchronised backwards, None: there are none.
         clock: of what it waits for others.
 
@@ -58,6 +59,7 @@ class LoneRank:
         *,
         units: Sequence[str] | None,
         bucket_megabytes: float | None,
+        partners: int,
         reduction: GradientReduction | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -87,6 +89,7 @@ class LoneRank:
             prefetch=options.prefetch,
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
+            partners=partners,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
             # Kept by the placement, so that placing the model on this rank needs no other rank.

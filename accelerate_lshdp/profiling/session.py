@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import GradientReduction
-from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
@@ -221,6 +221,7 @@ class _Run:
             self._options.strategy,
             units=self._options.units,
             bucket_megabytes=self._options.bucket_megabytes or self._accelerator.lsdp_plugin.bucket_megabytes,
+            partners=len(self._policies().replica_groups[0]),
             reduction=noting,
             clock=self._clock,
         )
@@ -284,14 +285,18 @@ class _Run:
     def _make_sender(self) -> GradientReduction | None:
         if self._world_size == 1:
             return None
-        policies = resolve_policies(
+        communication = self._accelerator.lsdp_plugin.communication
+        rank = self._accelerator.process_index
+        return make_sender(self._policies(), rank, communication, self._raise_if_another_failed)
+
+    def _policies(self) -> ShardingPolicies:
+        """Those of a run of all ranks."""
+        return resolve_policies(
             self._options.strategy,
             self._topology,
             device_type=self._accelerator.device.type,
             intra_node=self._accelerator.lsdp_plugin.intra_node,
         )
-        communication = self._accelerator.lsdp_plugin.communication
-        return make_sender(policies, self._accelerator.process_index, communication, self._raise_if_another_failed)
 
     def _raise_if_another_failed(self) -> None:
         if self._together.posted_by_any("failure"):
