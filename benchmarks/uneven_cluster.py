@@ -75,7 +75,9 @@ class Benchmark:
         self.speeds.apply(shares)
         most = max(*arguments.totals, arguments.total) - len(shares) + 1
         seconds = arguments.profile_seconds
-        told = self.ranks.call("profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most)
+        told = self.ranks.call(
+            "profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most, total=arguments.total
+        )
         self.speeds.lift()
         return Profile.from_dict(told[0]["profile"]), max(entry["wall_seconds"] for entry in told)
 

@@ -112,7 +112,7 @@ class Rank:
         loader = DataLoader(self.images, batch_size=8, shuffle=True, drop_last=True)
         self.subject = Subject(model, loader, self._optimizer(model))
 
-    def profile(self, *, seconds: float, max_batch: int) -> dict[str, Any]:
+    def profile(self, *, seconds: float, max_batch: int, total: int) -> dict[str, Any]:
         """One profiling run; returns the profile as JSON values and the wall seconds of the whole call."""
         from accelerate_lshdp.profiling import ProfilingOptions, profile_ranks
 
@@ -120,6 +120,7 @@ class Rank:
             seconds=seconds,
             strategy=self.strategy,
             max_batch=max_batch,
+            total_batch_size=total,
             bucket_megabytes=self.bucket_megabytes,
         )
         self.accelerator.wait_for_everyone()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate_lshdp.planning.step_simulation import Processors, Segment, Transfer, play_step
+from accelerate_lshdp.planning.step_simulation import Processors, Segment, Transfer, held_back_seconds, play_step
 
 
 def step(seconds: list[list[float]], transfers: list[Transfer], needs: Sequence[int | None] = ()) -> tuple:
@@ -101,13 +101,32 @@ def test_a_quota_gives_back_what_was_not_used() -> None:
     kept = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 1.0)])
     assert without.seconds == pytest.approx(1.3)
     assert kept.seconds == pytest.approx(0.2 + 0.1 + 0.1 + 0.8)
-    # Only for as long as the quota's period.
+    # At most a quarter of the quota's period, on average.
     short = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 0.04)])
-    assert short.seconds == pytest.approx(1.3 - 0.04)
+    assert short.seconds == pytest.approx(1.3 - 0.01)
     assert Processors.under_quota(4.0, 2, 0.1) == Processors(1.0, 0.0)
     # Four nodes that share two cores: half a core is what each of them can count on.
     assert Processors.under_quota(0.25, 1, 0.1, available_cores=0.5) == Processors(2.0, 0.1)
     assert Processors.under_quota(0.8, 1, 0.1, available_cores=0.5) == Processors(1.0, 0.0)
+
+
+@pytest.mark.parametrize("quotas", [(0.3,), (0.5, 0.5), (0.8, 0.5, 0.4, 0.3), (1.0, 0.9)])
+def test_what_quotas_hold_back_and_give_back_is_that_of_random_moments(quotas: tuple[float, ...]) -> None:
+    generator, period, count = random.Random(1), 0.02, 20_000
+    processors = [Processors.under_quota(quota, 1, period) for quota in quotas]
+    late = [0.0] * count
+    for quota, node in zip(quotas, processors, strict=True):
+        gained = 0.0
+        for draw in range(count):
+            # Busy nodes run in the first part of each period, and then not at all.
+            now = generator.random() * period
+            late[draw] = max(late[draw], period - now if now > quota * period else 0.0)
+            # A node that begins to compute now, with its whole quota, beside one that gets its share of what is left.
+            rest = period - now
+            gained += min(rest, quota * period) - quota * rest
+        assert node.credit_seconds == pytest.approx(gained / count / quota, rel=0.03, abs=1e-9)
+    assert held_back_seconds(processors) == pytest.approx(sum(late) / count, rel=0.03, abs=1e-9)
+    assert held_back_seconds([Processors()] * 3) == 0.0
 
 
 def test_what_cannot_end_is_an_error() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from accelerate_lshdp.planning import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
 from accelerate_lshdp.planning.network import Link
-from accelerate_lshdp.planning.step_simulation import Processors
+from accelerate_lshdp.planning.step_simulation import Processors, held_back_seconds
 from accelerate_lshdp.planning.strategies import STRATEGIES, SharedBy
 from accelerate_lshdp.planning.strategy_time import predict_step
 
@@ -34,10 +34,10 @@ def predict(strategy: str, nodes=(1, 1), sizes=None, link: Link = WIRE, model: M
     world = sum(nodes)
     profiles = options.pop("profiles", [rank()] * world)
     dtype = options.pop("communication_dtype", "fp32")
-    wire_bytes = options.pop("wire_bytes", None)
+    steps = {name: options.pop(name) for name in ("wire_bytes", "load_seconds") if name in options}
     cluster = ClusterModel(nodes, link, **options)
     batches = [(size, 1) if isinstance(size, int) else size for size in sizes or [6] * world]
-    return predict_step(strategy, profiles, batches, model, cluster, communication_dtype=dtype, wire_bytes=wire_bytes)
+    return predict_step(strategy, profiles, batches, model, cluster, communication_dtype=dtype, **steps)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -104,6 +104,48 @@ def test_gradients_overlap_with_the_backward() -> None:
     assert predicted.seconds == pytest.approx(0.6 + 0.8)
     with pytest.raises(ValueError, match="ready_bytes"):
         predict("lsdp", model=replace(MODEL, ready_bytes=(80e6,)), profiles=profiles)
+
+
+def test_measured_loads_make_backwards_longer_in_place_of_handling() -> None:
+    handling = (Handling(seconds_per_byte=1e-8),) * 2
+    predicted = predict("lsdp", load_seconds=[0.2, 0.1], handling=handling)
+    assert predicted.seconds == pytest.approx(0.2 + 0.6 * 15 / 80 + 0.8)
+    assert [part.communication_seconds for part in predicted.ranks] == pytest.approx([0.2, 0.1])
+    assert [part.compute_seconds for part in predicted.ranks] == pytest.approx([0.6, 0.6])
+    # Measured readiness is stretched from the end of the forward on.
+    late = [TimeCurve([1, 64], [0.1, 6.4])]
+    model = replace(MODEL, ready_bytes=(80e6,))
+    assert predict("lsdp", load_seconds=[0.2, 0.1], model=model, profiles=[rank(bucket_ready=late)] * 2).seconds == (
+        pytest.approx(0.8 + 0.8)
+    )
+    # Strategies that wait for each exchange have no use for it.
+    waiting = [predict("fsdp", load_seconds=loads, handling=handling).seconds for loads in (None, [0.2, 0.2])]
+    assert waiting[0] == waiting[1]
+
+
+def test_two_stages_take_turns() -> None:
+    handling = (Handling(seconds_per_byte=1e-9),) * 2
+    # A gather and a reduce-scatter: each sends 40 MB between the nodes, and handles 80 MB inside each.
+    assert predict("zero2", (2, 2), handling=handling).seconds == pytest.approx(0.6 + 2 * (0.4 + 0.08))
+    assert predict("zero2", (2, 2), handling=handling, link=FREE).seconds == pytest.approx(0.6 + 2 * (0.04 + 0.08))
+
+
+def test_quotas_hold_back_what_everybody_waits_for() -> None:
+    processors = (Processors(2.0, 0.4), Processors(2.0, 0.4))
+    # Nothing is made up for: the collectives (5 gathers, 5 reductions) begin so much later.
+    later = predict("zero2", processors=processors).seconds - predict("zero2").seconds
+    assert 0 < later <= 10 * held_back_seconds(processors)
+    assert predict("lsdp", processors=processors).seconds <= predict("lsdp").seconds
+
+
+def test_powersgd_has_few_buckets() -> None:
+    # 16 buckets that are ready at the end, 2 rounds of 10 ms each: PowerSGD puts five of them into one.
+    ready = {"profiles": [rank(bucket_ready=[TimeCurve([1, 64], [0.1, 6.4])] * 16)] * 2}
+    ready["model"] = replace(MODEL, ready_bytes=(5e6,) * 16)
+    slow = Link(0.01, 0.0)
+    assert predict("lsdp", link=slow, **ready).seconds == pytest.approx(0.6 + 16 * 0.02)
+    few = predict("lsdp", link=slow, communication_dtype="powersgd", wire_bytes=1e6, **ready)
+    assert few.seconds == pytest.approx(0.6 + 4 * 0.02)
 
 
 def test_world_sharded_strategies_wait_for_everything_without_streams() -> None:

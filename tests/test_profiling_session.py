@@ -203,8 +203,8 @@ def test_a_profile_of_two_nodes(workers, strategy: str) -> None:
         "building the model",
         "measuring micro-batches",
         "measuring buckets and the optimizer",
-        "rehearsing steps of all ranks",
         "measuring the network",
+        "rehearsing steps of all ranks",
     ]
     profile = Profile.from_dict(document)
     assert profile.strategy is Strategy(strategy) and profile.cluster.node_sizes == [1, 1]

@@ -124,7 +124,11 @@ class ClusterBenchmark:
             with launch.as_described(network):
                 if not measured:
                     most = self.config.total_batch_size - self._ranks + 1
-                    profile = launch.call("profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most)[0]
+                    total = self.config.total_batch_size
+                    told = launch.call(
+                        "profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most, total=total
+                    )
+                    profile = told[0]
                     measured[name] = profile["network"]
                 else:
                     told = launch.call("measure_network", timeout=BUILD_SECONDS, seconds=NETWORK_SECONDS)

@@ -109,8 +109,22 @@ class Knowledge:
             cluster,
             communication_dtype=case.communication_dtype,
             wire_bytes=format.wire_bytes,
+            load_seconds=self._loads(case),
         )
         return float(predicted.seconds)
+
+    def _loads(self, case: Case) -> list[float]:
+        """What sending adds to each rank's backward: as rehearsed in full precision, in proportion to its cost."""
+        nodes = [node.ranks for node in self.nodes]
+        ring, count = ring_all_reduce(1.0, nodes), len(self.profile.bucket_bytes)
+
+        def cost(format: Format) -> float:
+            handled = max(ring.handled_bytes) / max(nodes) * format.wire_bytes
+            return handled * format.handling.seconds_per_byte + count * format.handling.seconds_per_collective
+
+        exact = cost(self.formats[FULL_PRECISION])
+        share = cost(self.formats[case.communication_dtype]) / exact if exact > 0 else 1.0
+        return [share * rank.communication_load_seconds for rank in self.profile.ranks]
 
     def _under_load(self, handling: Handling) -> Handling:
         """What communication takes while ranks compute.

@@ -124,6 +124,7 @@ def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> Pr
         seconds=arguments.seconds,
         strategy=arguments.strategy,
         max_batch=max_batch,
+        total_batch_size=total,
         memory_limit_bytes=limit,
         bucket_megabytes=accelerator.lsdp_plugin.bucket_megabytes,
     )

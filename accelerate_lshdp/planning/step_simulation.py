@@ -25,6 +25,7 @@ import numpy as np
 #: Of a node's processors, for a transfer beside computing: two threads that always have work get half of it each.
 _FAIR_SHARE = 0.5
 _NOTHING = 1e-9  # seconds
+_INTEGRATION_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,21 @@ class Processors:
 
     Args:
         peak: how many times faster a rank is while nothing holds it back: 1 / 0.3 with a quota of 30 % of a core.
-        credit_seconds: of waiting that can be made up for later: the quota's period. 0: none.
+        period_seconds: of the quota; 0: there is none.
     """
 
     peak: float = 1.0
-    credit_seconds: float = 0.0
+    period_seconds: float = 0.0
+
+    @property
+    def credit_seconds(self) -> float:
+        """Of waiting that can be made up for later, on average.
+
+        What is left of a quota is lost at the end of its period. With the quota f = 1 / peak and a period P, a node
+        that has waited until a time r before the end can use min(r, f P) of it instead of f r. The mean over all r is
+        f P (1 - f) / 2 more, which are P (1 - f) / 2 of its usual speed.
+        """
+        return self.period_seconds * (1 - 1 / self.peak) / 2
 
     @classmethod
     def under_quota(
@@ -50,6 +61,22 @@ class Processors:
         """
         peak = max(1.0, min(ranks, available_cores) / cores)
         return cls(peak, period_seconds if peak > 1 else 0.0)
+
+
+def held_back_seconds(processors: Sequence[Processors]) -> float:
+    """How long an exchange that all ranks wait for begins too late because quotas hold nodes back, on average.
+
+    A node with the quota f of what it could use (f = 1 / peak) that has just computed has used up its quota with the
+    probability 1 - f, and then waits for the rest of the period P, all waits from 0 to (1 - f) P being equally likely:
+    it is ready within x with the probability min(1, f + x / P). Everybody waits for the last of the nodes, so the
+    mean is the integral of 1 - prod_i min(1, f_i + x / P) over x.
+    """
+    period = max((node.period_seconds for node in processors), default=0.0)
+    if period == 0.0:
+        return 0.0
+    parts = (np.arange(_INTEGRATION_STEPS) + 0.5) / _INTEGRATION_STEPS
+    ready = np.prod([np.minimum(1.0, 1 / node.peak + parts) for node in processors], axis=0)
+    return float(period * np.mean(1 - ready))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import numpy as np
 from accelerate_lshdp.planning.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Collective, Exchange
-from accelerate_lshdp.planning.step_simulation import Segment, Transfer, play_step
+from accelerate_lshdp.planning.step_simulation import Segment, Transfer, held_back_seconds, play_step
 from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
 
 
@@ -81,6 +81,7 @@ def predict_step(
     communication_dtype: str = "fp32",
     wire_bytes: float | None = None,
     optimizer_shares: Sequence[float] | None = None,
+    load_seconds: Sequence[float] | None = None,
 ) -> StepPrediction:
     """Predicts one optimizer step.
 
@@ -94,6 +95,8 @@ def predict_step(
         wire_bytes: of all gradients on the wire, for formats whose size depends on the model (powersgd).
         optimizer_shares: the part of its profiled optimizer step that a rank does. None: 1/n where n ranks share one
             copy of the parameters, as if the profiled step was of all parameters.
+        load_seconds: what sending gradients was measured to add to each rank's backward; strategies that send during
+            the backward take that instead of what `cluster.handling` says. None: not measured.
 
     Raises:
         ValueError: the arguments do not match, or a batch is larger than measured.
@@ -109,7 +112,7 @@ def predict_step(
             raise ValueError(f"found {communication_dtype!r} without wire_bytes, expected the bytes of all gradients")
         wire_bytes = model.gradient_bytes * WIRE_SHARES[communication_dtype]
     writer = _StepWriter(strategy, model, cluster, communication_dtype, wire_bytes)
-    writer.describe_ranks(profiles, micro_batches, optimizer_shares)
+    writer.describe_ranks(profiles, micro_batches, optimizer_shares, load_seconds)
     if writer.traits.shared_by is SharedBy.WORLD:
         writer.write_world_sharded()
     else:
@@ -148,22 +151,27 @@ class _StepWriter:
         profiles: Sequence[RankProfile],
         micro_batches: Sequence[tuple[int, int]],
         optimizer_shares: Sequence[float] | None,
+        load_seconds: Sequence[float] | None,
     ) -> None:
         shares = 1 / self.group if optimizer_shares is None else np.array(optimizer_shares, dtype=float)
         self.optimizer = np.array([profile.fixed_seconds for profile in profiles]) * shares
         self.time = np.array([p.time(m) for p, (m, _) in zip(profiles, micro_batches, strict=True)])
+        self.load_is_known = load_seconds is not None and self.traits.overlaps and len(self.nodes) > 1
+        self.load = np.array(load_seconds, dtype=float) if self.load_is_known else np.zeros(len(self.time))
         self.steps = np.array([steps for _, steps in micro_batches])
         self.overhead = (self.steps - 1) * np.array([p.accumulation_overhead_seconds for p in profiles])
         self.readiness = [
-            self._readiness(profile, size, time)
-            for profile, (size, _), time in zip(profiles, micro_batches, self.time.tolist(), strict=True)
+            self._readiness(profile, size, time, load)
+            for profile, (size, _), time, load in zip(
+                profiles, micro_batches, self.time.tolist(), self.load.tolist(), strict=True
+            )
         ]
 
-    def _readiness(self, profile: RankProfile, size: int, time: float) -> tuple[list[float], list[float]]:
-        """Shares of the gradient, and when so much of it is ready."""
+    def _readiness(self, profile: RankProfile, size: int, time: float, load: float) -> tuple[list[float], list[float]]:
+        """Shares of the gradient, and when so much of it is ready; `load` makes the backward so much longer."""
         forward, ready_bytes = time * (1 - BACKWARD_SHARE), self.model.ready_bytes
         if not ready_bytes or not profile.bucket_ready:
-            return [0.0, 1.0], [forward, time]
+            return [0.0, 1.0], [forward, time + load]
         if len(ready_bytes) != len(profile.bucket_ready):
             raise ValueError(
                 f"found {len(ready_bytes)} ready_bytes for {len(profile.bucket_ready)} curves of readiness, expected"
@@ -171,7 +179,9 @@ class _StepWriter:
             )
         sums = list(accumulate(ready_bytes))
         times = [min(curve(size), time) for curve in profile.bucket_ready]
-        return [0.0, *(value / sums[-1] for value in sums)], [min(forward, times[0]), *times]
+        begin = min(forward, times[0])
+        stretch = (time + load - begin) / (time - begin) if time > begin else 1.0
+        return [0.0, *(value / sums[-1] for value in sums)], [begin, *(begin + (t - begin) * stretch for t in times)]
 
     def _ready_at(self, share: float) -> np.ndarray:
         return np.array([np.interp(share, shares, times) for shares, times in self.readiness])
@@ -199,13 +209,16 @@ class _StepWriter:
         self.exchanges.append(exchange)
         inside = np.array(exchange.inside_bytes or (0.0,) * len(self.nodes))
         loads = self._loads(np.array(exchange.handled_bytes) - inside)
-        self.transfers.append(Transfer(exchange.seconds(self.cluster.link), loads, after))
+        held_back = held_back_seconds(self.cluster.processors) if self.blocks else 0.0
+        self.transfers.append(Transfer(held_back + exchange.seconds(self.cluster.link), loads, after))
         if inside.any():
             self.transfers.append(Transfer(0.0, self._loads(inside), after))
         return len(self.transfers) - 1
 
     def _loads(self, handled_bytes: np.ndarray) -> tuple[float, ...]:
-        """What a collective takes of the processors of each node."""
+        """What a collective takes of the processors of each node, beyond what is known to make backwards longer."""
+        if self.load_is_known:
+            return (0.0,) * len(self.nodes)
         # A bucket that lies in a node's shared memory is sent by one rank of the node.
         ranks = [1] * len(self.nodes) if self.in_memory else self.nodes
         return tuple(
@@ -288,7 +301,7 @@ class _StepWriter:
             if len(self.nodes) > 1 or not self.shares_inside:
                 last = self._transfer(self.collectives.all_reduce, piece * gradients * self.wire_share, place)
             before = ready
-        self._compute(np.maximum(0.0, self.time - before), needs=last if self.blocks else None)
+        self._compute(np.maximum(0.0, self.time + self.load - before), needs=last if self.blocks else None)
         if self.converts:
             self._compute(np.zeros(len(self.time)), needs=last, extra=self._conversion(gradients))
 
@@ -340,7 +353,7 @@ class _StepWriter:
         played = play_step(segments, self.transfers, self.node_of_rank.tolist(), self.cluster.processors)
         compute = self.steps * self.time + self.overhead
         slowed = np.maximum(0.0, np.array(played.busy_seconds) - np.sum(self.segments, axis=0))
-        communication = self.extra + slowed
+        communication = self.extra + self.load + slowed
         wait = np.maximum(0.0, played.seconds - compute - self.optimizer - communication)
         columns = zip(compute, self.optimizer, communication, wait, strict=True)
         sent = np.sum([exchange.sent_bytes for exchange in self.exchanges] or [[0.0] * len(self.nodes)], axis=0)

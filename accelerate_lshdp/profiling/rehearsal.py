@@ -26,11 +26,11 @@ from accelerate_lshdp.profiling.measured import MeasuredRank
 
 
 MOST_STEPS = 30
-# A difference counts if it is more than two standard errors of the median: on a busy machine steps differ anyway. For
-# normal noise the standard error is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
-_SIGNIFICANCE = 2 * 1.25 * 1.48
+# A difference counts if it is more than the standard error of the median: on a busy machine steps differ anyway. For
+# normal noise that is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
+_SIGNIFICANCE = 1.25 * 1.48
 _NEGLIGIBLE = 0.01
-LEAST_STEPS = 6
+LEAST_STEPS = 8
 # A step in times of its micro-batch: with what sending adds, and what ranks wait for each other and the network.
 _STEP = 2
 _POLL_SECONDS = 0.001
@@ -44,20 +44,18 @@ class Rehearsal:
     steps: int
 
 
-def plan_rehearsal(curves: Sequence[TimeCurve], rank: int, seconds: float) -> Rehearsal:
-    """Steps that take all ranks equally long, as many as there is time for: the same number on all ranks.
+def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsal]:
+    """Steps that take all ranks equally long, as many as there is time for: one entry a rank.
 
     Args:
         curves: of all ranks.
-        rank: whose micro-batch size is wanted.
         seconds: how long the rehearsal may take, the same on all ranks.
     """
     longest = min(curve.seconds[-1] for curve in curves)
     length = min(longest, seconds / (_STEP * (LEAST_STEPS + 1)))
     steps = min(MOST_STEPS, max(LEAST_STEPS, int(seconds / (_STEP * length)) - 1))
-    curve = curves[rank]
-    fitting = [size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= length]
-    return Rehearsal(max(fitting, default=1), steps)
+    fitting = [[size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= length] for curve in curves]
+    return [Rehearsal(max(sizes, default=1), steps) for sizes in fitting]
 
 
 def learn_from_steps(measured: MeasuredRank, micro_batch_size: int, seconds: Sequence[float]) -> MeasuredRank:

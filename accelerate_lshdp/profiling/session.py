@@ -19,6 +19,7 @@ from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
+from accelerate_lshdp.planning import PlanningError, plan_fixed_total
 from accelerate_lshdp.planning.curves import TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.documents import Profile
@@ -27,7 +28,7 @@ from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
 from accelerate_lshdp.profiling.readiness import NotingReduction
-from accelerate_lshdp.profiling.rehearsal import learn_from_steps, make_sender, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, learn_from_steps, make_sender, plan_rehearsal
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
 
@@ -35,9 +36,11 @@ from accelerate_lshdp.profiling.together import Together
 if TYPE_CHECKING:
     from accelerate_lshdp.accelerator import LSHDPAccelerator
 
-#: By which part of the time each phase has to end; the network is measured in the rest.
-_CURVES_END, _STEPS_END, _LOAD_END = 0.55, 0.65, 0.92
+#: By which part of the time each phase has to end; steps are rehearsed in the rest.
+_CURVES_END, _STEPS_END, _NETWORK_END = 0.55, 0.65, 0.73
 _LEAST_LOAD, _LEAST_NETWORK = 0.1, 0.05
+#: Each rehearsal of a plan may lead to another plan. Two plans that lead to each other are equally good.
+_MOST_PLANS = 3
 
 _Result = TypeVar("_Result")
 
@@ -50,6 +53,7 @@ class ProfilingOptions:
         seconds: how long it may take in all, the building of the model included.
         strategy: the one to measure for.
         max_batch: the largest micro-batch to measure, None: the largest that is possible.
+        total_batch_size: the global batch that will be planned, if that is known: its plan is what ranks rehearse.
         memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
             the host.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
@@ -62,6 +66,7 @@ class ProfilingOptions:
     seconds: float = 60.0
     strategy: Strategy | str = Strategy.LSDP
     max_batch: int | None = None
+    total_batch_size: int | None = None
     memory_limit_bytes: int | None = None
     units: tuple[str, ...] | None = None
     bucket_megabytes: float | None = None
@@ -71,7 +76,7 @@ class ProfilingOptions:
         if str(self.strategy) not in known:
             raise ValueError(f"found strategy {self.strategy!r}, expected one of {', '.join(known)}")
         object.__setattr__(self, "strategy", Strategy(str(self.strategy)))
-        for name in ("seconds", "max_batch", "memory_limit_bytes", "bucket_megabytes"):
+        for name in ("seconds", "max_batch", "total_batch_size", "memory_limit_bytes", "bucket_megabytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"found {name}={value}, expected more than 0")
@@ -147,22 +152,20 @@ class _Run:
             "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
         )
         self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
-        everyone = self._gather(measured.time)
-        measured = self._in_phase(
-            "rehearsing steps of all ranks", _LOAD_END, lambda: self._rehearse(session, measured, everyone)
-        )
-        network = self._in_phase("measuring the network", 1.0, lambda: self._measure_network(bucket_bytes))
-        everyone = self._gather((measured, self._spent()))
-        return Profile(
+        network = self._in_phase("measuring the network", _NETWORK_END, lambda: self._measure_network(bucket_bytes))
+        everyone = self._gather(measured)
+        profile = Profile(
             strategy=self._options.strategy,
             subject=script,
             cluster=Cluster(tuple(Node(size, device=lone.device.type) for size in self._topology.node_sizes)),
-            ranks=tuple(rank for rank, _ in everyone),
+            ranks=tuple(everyone),
             bucket_bytes=tuple(bucket_bytes),
             network=network,
-            measured_seconds=max(seconds for _, seconds in everyone),
+            measured_seconds=self._spent(),
             versions={"torch": torch.__version__},
         )
+        profile = self._in_phase("rehearsing steps of all ranks", 1.0, lambda: self._rehearse(session, profile))
+        return replace(profile, measured_seconds=max(self._gather(self._spent())))
 
     @property
     def _topology(self) -> Topology:
@@ -274,13 +277,56 @@ class _Run:
         )
         return rank, bucket_bytes
 
-    def _rehearse(self, session: RankSession, measured: MeasuredRank, curves: list[TimeCurve]) -> MeasuredRank:
+    def _rehearse(self, session: RankSession, profile: Profile) -> Profile:
+        """The profile as steps of all ranks show it."""
         if self._sender is None:
-            return measured
-        left = min(self._gather(self._remaining()))  # the same on all ranks
-        seconds = max(left, _LEAST_LOAD * self._options.seconds)
-        rehearsal = plan_rehearsal(curves, measured.rank, seconds)
-        return learn_from_steps(measured, rehearsal.micro_batch_size, session.rehearse(rehearsal, self._sender))
+            return profile
+        alone = profile.ranks[self._accelerator.process_index]
+        seconds = max(self._left(), _LEAST_LOAD * self._options.seconds)
+        sizes = self._planned_sizes(profile)
+        if sizes is None:
+            rehearsal = plan_rehearsal([rank.time for rank in profile.ranks], seconds)[alone.rank]
+            return self._with_ranks(profile, self._learn(session, alone, rehearsal))
+        learned: MeasuredRank | None = None
+        rehearsed: set[tuple[int, ...]] = set()
+        while sizes not in rehearsed and len(rehearsed) < _MOST_PLANS and (not rehearsed or self._left() > 0):
+            rehearsed.add(sizes)
+            size = sizes[alone.rank]
+            found = self._learn(session, alone, Rehearsal(size, LEAST_STEPS))
+            # A rank that others wait for shows what sending takes; one that waits does that work meanwhile.
+            if learned is None or _step_seconds(found, size) > _step_seconds(learned, size):
+                learned = found
+            profile = self._with_ranks(profile, learned)
+            sizes = self._planned_sizes(profile)
+        return profile
+
+    def _planned_sizes(self, profile: Profile) -> tuple[int, ...] | None:
+        """Micro-batches of the plan for the global batch that is wanted; None: unknown, or there is no plan."""
+        if self._options.total_batch_size is None:
+            return None
+        try:
+            planned = plan_fixed_total(
+                profile.rank_profiles(),
+                self._options.total_batch_size,
+                bucket_seconds=profile.bucket_seconds(),
+                shard_groups=profile.shard_groups(),
+            )
+        except PlanningError:  # it needs accumulation, or other limits than those of this run
+            return None
+        return tuple(planned.batch_sizes)
+
+    def _learn(self, session: RankSession, alone: MeasuredRank, rehearsal: Rehearsal) -> MeasuredRank:
+        """Rehearses; `alone` is this rank as it measured itself, without the others."""
+        steps = session.rehearse(rehearsal, self._sender)
+        return learn_from_steps(alone, rehearsal.micro_batch_size, steps)
+
+    def _with_ranks(self, profile: Profile, learned: MeasuredRank) -> Profile:
+        """What all ranks have learned (collective)."""
+        return replace(profile, ranks=tuple(self._gather(learned)))
+
+    def _left(self) -> float:
+        """What is left of the phase, the same on all ranks (collective)."""
+        return min(self._gather(self._remaining()))
 
     def _make_sender(self) -> GradientReduction | None:
         if self._world_size == 1:
@@ -305,13 +351,12 @@ class _Run:
     def _measure_network(self, bucket_bytes: list[int]) -> Network | None:
         if self._world_size == 1:
             return None
-        left = min(self._gather(self._remaining()))  # the same on all ranks
-        seconds = max(left, _LEAST_NETWORK * self._options.seconds)
+        seconds = max(self._left(), _LEAST_NETWORK * self._options.seconds)
         return measure_network(
             self._topology,
             self._accelerator.device,
             bucket_bytes,
-            min(seconds, (1 - _LOAD_END) * self._options.seconds),
+            min(seconds, (_NETWORK_END - _STEPS_END) * self._options.seconds),
             clock=self._clock,
             on_progress=lambda spent: self._tell_progress(),
         )
@@ -321,6 +366,10 @@ class _Run:
         if self._world_size > 1:
             dist.all_gather_object(everyone, value)
         return everyone
+
+
+def _step_seconds(rank: MeasuredRank, size: int) -> float:
+    return rank.time(size) + rank.communication_load_seconds
 
 
 def device_name(device: torch.device) -> str:
