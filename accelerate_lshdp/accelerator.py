@@ -30,16 +30,16 @@ from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
+from accelerate_lshdp.other_engines import (
+    fsdp_choices_without_effect,
+    refuse_other_engines,
+    switch_off_other_engines,
+)
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.planning.rebalancing import Decision
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
-from accelerate_lshdp.settings import (
-    BatchKeywords,
-    refuse_other_engines,
-    resolve_plan,
-    switch_off_other_engines,
-)
+from accelerate_lshdp.settings import BatchKeywords, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
@@ -173,6 +173,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
         if self.policies.notice:
             logger.warning(self.policies.notice)
+        if unused := fsdp_choices_without_effect():
+            logger.warning(
+                f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
+                "places the parameters. Choose the units and the checkpointing in LSDPPlugin and in the model"
+            )
 
     def check_agreement(self, digest: str, what: str) -> None:
         """Raises RuntimeError on all ranks if ``digest`` differs between them (collective); ``what`` names it."""
