@@ -32,8 +32,8 @@ TRAINING, EVALUATION = "training", "evaluation"
 class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
-    Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator;
-    `len(loader)` and `total_batch_size` follow the same rule. An evaluation pass is that of stock accelerate. In a
+    Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
+    `purpose` says it (TRAINING or EVALUATION); `len(loader)` and `total_batch_size` follow the same rule. An evaluation pass is that of stock accelerate. In a
     training pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is
     not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if loss tokens are counted).
     """
@@ -69,6 +69,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._skip_to: StartPoint | int | None = None
         self._passes: list[str] = []
         self.fetch_clock = FetchClock()
+        self.purpose: str | None = None
 
     # Position
 
@@ -218,13 +219,17 @@ class HeterogeneousDataLoader(DataLoaderShard):
         cuts = other._progress.current_pass
         self._progress.current_pass.follow(cuts, cuts.last_yielded if with_last else cuts.last_yielded + 1)
 
+    def _evaluates_next(self) -> bool:
+        """Whether a pass that starts now is an evaluation pass."""
+        return self._context.is_evaluation_pass() if self.purpose is None else self.purpose == EVALUATION
+
     def _in_evaluation(self) -> bool:
-        return self.is_evaluating if self._passes else self._context.is_evaluation_pass()
+        return self.is_evaluating if self._passes else self._evaluates_next()
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
         skip = self._skip_to
-        if self._context.is_evaluation_pass():
+        if self._evaluates_next():
             return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
         cut = self._cut()
         steps = cut.steps[self._context.rank]
@@ -261,7 +266,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
     # Passes
 
     def __iter__(self) -> Iterator[Any]:
-        if self._context.is_evaluation_pass():
+        if self._evaluates_next():
             return self._evaluation_pass()
         return self._training_pass()
 
@@ -342,7 +347,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
             context.check_agreement(
                 f"{order} epoch {epoch} from {start.samples} cut {cut.sizes}/{cut.steps}",
                 "the samples of the first global batch of a training pass (give the sampler a generator with the same"
-                " seed on every rank, or a set_epoch, and the same dataset)",
+                " seed on every rank, or a set_epoch, and the same dataset; nothing may be divided by rank before)",
             )
 
         def remember_order(order: str) -> None:
@@ -406,10 +411,17 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def _say_sizes(self, cut: GlobalBatchCut) -> None:
-        own, first_pass = self._source.batch_size, self._progress.current_pass is None
-        planned = self._context.rank_batches is not None and cut.sizes != (own,) * self._context.world_size
-        if planned and first_pass:
+        context, source = self._context, self._source
+        if context.rank_batches is None or self._progress.current_pass is not None:
+            return
+        if source.own_batch_sampler is not None:
             logger.warning_once(
-                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={own} in training"
-                " passes; evaluation passes keep it."
+                f"The plan's batch sizes (global batch {cut}) replace the batches of {source.own_batch_sampler} in"
+                " training passes: its order of the samples is kept, how many it puts together (such as equal numbers"
+                " of tokens) is not."
+            )
+        elif cut.sizes != (source.batch_size,) * context.world_size:
+            logger.warning_once(
+                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={source.batch_size} in"
+                " training passes; evaluation passes keep it."
             )
