@@ -43,6 +43,7 @@ from accelerate_lshdp.settings import BatchKeywords, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
+from accelerate_lshdp.trainer import correct_loaded_trainer
 
 
 logger = get_logger(__name__)
@@ -99,6 +100,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
         install_clean_exit()
+        correct_loaded_trainer()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint
         self._agree()
@@ -218,6 +220,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         None before the first training batch, and for batches of no prepared loader.
         """
         return self._tracker.current
+
+    @property
+    def waiting_places(self) -> list[MicroBatchPlace]:
+        """The places of training batches that were fetched and not worked on yet, in order."""
+        return self._tracker.waiting
 
     # Evaluation
 

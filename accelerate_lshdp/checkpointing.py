@@ -14,6 +14,7 @@ from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
 
 from accelerate_lshdp.data import HeterogeneousDataLoader
+from accelerate_lshdp.data_loader import EVALUATION
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.checkpoint import (
     LoadedCheckpoint,
@@ -208,7 +209,8 @@ class Checkpointing(_Base):
         )
 
     def _positioned_loaders(self) -> list[HeterogeneousDataLoader]:
-        return [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
+        loaders = [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
+        return [loader for loader in loaders if loader.purpose != EVALUATION]
 
     def _restore_loaders(self, loaded: LoadedCheckpoint) -> None:
         loaders = self._positioned_loaders()

@@ -33,9 +33,10 @@ class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
     Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
-    `purpose` says it (TRAINING or EVALUATION); `len(loader)` and `total_batch_size` follow the same rule. An evaluation pass is that of stock accelerate. In a
-    training pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is
-    not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if loss tokens are counted).
+    `purpose` says it (TRAINING or EVALUATION); `len(loader)` and `total_batch_size` follow the same rule. A pass for
+    evaluation is that of stock accelerate. In a training pass a batch is reported to the context, with its place, at
+    the moment it is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the
+    optimizer step, if loss tokens are counted).
     """
 
     def __init__(
@@ -86,6 +87,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
     @property
     def position(self) -> LoaderPosition:
         return LoaderPosition(self._progress.epoch, self._progress.samples)
+
+    @property
+    def has_restored_position(self) -> bool:
+        """Whether a position was loaded, and no training pass has begun since."""
+        return self._progress.restored
 
     @property
     def is_evaluating(self) -> bool:

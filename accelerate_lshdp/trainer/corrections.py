@@ -1,0 +1,185 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What the Trainer assumes of equal batches, corrected: batches, steps, losses and logs.
+
+Each function below replaces the Trainer's method of its name for Trainers with an `LSHDPAccelerator`. Its first
+argument is the method as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from accelerate_lshdp.accelerator import LSHDPAccelerator
+from accelerate_lshdp.data_loader import EVALUATION, TRAINING, HeterogeneousDataLoader
+from accelerate_lshdp.trainer import checkpoints
+from accelerate_lshdp.trainer.losses import TrainerLosses
+from accelerate_lshdp.trainer.statistics import step_logs
+from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader
+from accelerate_lshdp.weighting import weigh
+
+
+def correct_trainer() -> None:
+    """Corrects `transformers.Trainer`, once.
+
+    Raises:
+        RuntimeError: this version of transformers has no such methods.
+    """
+    if getattr(Trainer, "_corrected_for_lshdp", False):
+        return
+    corrections = {function.__name__: function for function in (*_CORRECTIONS, *checkpoints.CORRECTIONS)}
+    missing = [name for name in corrections if not hasattr(Trainer, name)]
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(missing)} in the Trainer of the installed transformers, expected it as in 5.23; "
+            "install that version"
+        )
+    for name, correction in corrections.items():
+        setattr(Trainer, name, _corrected(getattr(Trainer, name), correction))
+    trainer.skip_first_batches = functools.partial(checkpoints.skip_first_batches, trainer.skip_first_batches)
+    Trainer._corrected_for_lshdp = True
+
+
+def _corrected(original: Callable[..., Any], correction: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.accelerator, LSHDPAccelerator):
+            return correction(functools.partial(original, self), self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def losses_of(self: Trainer) -> TrainerLosses:
+    if not hasattr(self, "_lshdp_losses"):
+        self._lshdp_losses = TrainerLosses(self)
+    return self._lshdp_losses
+
+
+# Batches and steps
+
+
+def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Trains with this rank's own number of micro-batches a step."""
+    check_arguments(self)
+    accelerator, script_steps = self.accelerator, self.args.gradient_accumulation_steps
+    accelerator.gradient_accumulation_steps = script_steps
+    planned = accelerator.plan.micro_batches
+    own_steps = 1 if planned is None else planned[accelerator.process_index][1]
+    self._lshdp_script_steps = script_steps
+    self.args.gradient_accumulation_steps = script_steps * own_steps
+    # On the instance, so that a training_step of a subclass is covered too.
+    self.training_step = functools.partial(_training_step, self.training_step, self)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        self.args.gradient_accumulation_steps = script_steps
+        del self.training_step, self._lshdp_script_steps
+
+
+def get_total_train_batch_size(original: Callable[..., Any], self: Trainer, args: Any) -> int:
+    planned = self.accelerator.plan.total_batch_size
+    if planned is None:
+        return original(args)
+    return planned * getattr(self, "_lshdp_script_steps", args.gradient_accumulation_steps)
+
+
+def set_initial_training_values(original: Callable[..., Any], self: Trainer, args: Any, dataloader: Any) -> Any:
+    """Asks the loader for its length before the model is prepared: it could not tell that it will train."""
+    check_train_loader(self, dataloader)
+    _set_purpose(dataloader, TRAINING)
+    return original(args, dataloader)
+
+
+def evaluation_loop(original: Callable[..., Any], self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    _set_purpose(dataloader, EVALUATION)
+    return original(dataloader, *args, **kwargs)
+
+
+def _set_purpose(dataloader: Any, purpose: str) -> None:
+    if isinstance(dataloader, HeterogeneousDataLoader):
+        dataloader.purpose = purpose
+
+
+def _get_train_sampler(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Groups samples of similar length in global batches, not in those of one rank."""
+    sampler = original(*args, **kwargs)
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size = self.get_total_train_batch_size(self.args)
+    return sampler
+
+
+# Losses
+
+
+def _training_step(
+    step: Callable[..., Any], self: Trainer, model: Any, inputs: Any, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Weights the loss by this micro-batch's share, also the one that is logged: a mean over ranks is then exact."""
+    accelerator = self.accelerator
+    with accelerator.accumulate(model):
+        share = losses_of(self).share(accelerator.batch_place, num_items_in_batch)
+        with accelerator.counting_losses(share):
+            loss = step(model, inputs, num_items_in_batch)
+    return weigh(loss, share * accelerator.num_processes)
+
+
+def _get_num_items_in_batch(original: Callable[..., Any], self: Trainer, batch_samples: list, device: Any) -> Any:
+    losses, places = losses_of(self), self.accelerator.waiting_places
+    if batch_samples and not places:  # an evaluation pass
+        counted = original(batch_samples, device)
+        return counted if counted is None or losses.uses_count(batch_samples, counted) else None
+    counted = original(losses.items_that_count(batch_samples, places), device)
+    if counted is not None and losses.uses_count(batch_samples, counted):
+        return counted
+    losses.begin_step(batch_samples, places)
+    return None
+
+
+def _track_num_input_tokens(original: Callable[..., Any], self: Trainer, inputs: Any) -> None:
+    """Sums over ranks once a step: ranks may have different numbers of micro-batches."""
+    accelerator, before = self.accelerator, self.state.num_input_tokens_seen
+    accelerator.gather = lambda tokens: tokens
+    try:
+        original(inputs)
+    finally:
+        del accelerator.gather
+    place = accelerator.batch_place
+    own = 0 if place is not None and place.samples == 0 else self.state.num_input_tokens_seen - before
+    self._lshdp_tokens = getattr(self, "_lshdp_tokens", 0) + own
+    self.state.num_input_tokens_seen = before
+    if accelerator.sync_gradients:
+        tokens = torch.tensor(self._lshdp_tokens, dtype=torch.int64, device=self.args.device)
+        self.state.num_input_tokens_seen += int(accelerator.gather(tokens).sum())
+        self._lshdp_tokens = 0
+
+
+def _has_mixed_mesh_grads(original: Callable[..., Any], self: Trainer, model: Any) -> bool:
+    return False  # the accelerator's clipping spans all meshes
+
+
+# Logs
+
+
+def log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    if "loss" in logs:
+        logs.update(step_logs(self.accelerator))
+    original(logs, *args, **kwargs)
+
+
+_CORRECTIONS = (
+    _inner_training_loop,
+    get_total_train_batch_size,
+    set_initial_training_values,
+    evaluation_loop,
+    _get_train_sampler,
+    _get_num_items_in_batch,
+    _track_num_input_tokens,
+    _has_mixed_mesh_grads,
+    log,
+)
