@@ -21,6 +21,7 @@ from accelerate_lshdp.engine.checkpoint import (
     NodeLayout,
     TrainingObjects,
     load_checkpoint,
+    load_models,
     save_checkpoint,
     save_model_file,
     stream_full_state,
@@ -161,6 +162,16 @@ class Checkpointing(_Base):
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, loaded.path)
         return loaded
+
+    def load_models(self, input_dir: str | os.PathLike[str]) -> None:
+        """Gives the prepared models the parameters and buffers of a checkpoint, and changes nothing else (collective).
+
+        Raises:
+            RuntimeError: on all ranks, if there is no complete checkpoint on any node or its models are others.
+        """
+        load_models(input_dir, [self.unwrap_model(model) for model in self._models], self.node_layout)
+        for prepared in self._prepared:
+            prepared.parameters_loaded()
 
     def _restore_sizes(self, loaded: LoadedCheckpoint) -> None:
         """Goes on with the sizes, and what was learned of the ranks, if the checkpoint is of a run like this one."""

@@ -7,8 +7,9 @@ argument is the method as it was.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,35 +66,67 @@ def losses_of(self: Trainer) -> TrainerLosses:
 
 
 def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Trains with this rank's own number of micro-batches a step."""
     check_arguments(self)
-    accelerator, script_steps = self.accelerator, self.args.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = script_steps
-    planned = accelerator.plan.micro_batches
-    own_steps = 1 if planned is None else planned[accelerator.process_index][1]
-    self._lshdp_script_steps = script_steps
-    self.args.gradient_accumulation_steps = script_steps * own_steps
+    self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
     # On the instance, so that a training_step of a subclass is covered too.
     self.training_step = functools.partial(_training_step, self.training_step, self)
     try:
         return original(*args, **kwargs)
     finally:
-        self.args.gradient_accumulation_steps = script_steps
-        del self.training_step, self._lshdp_script_steps
+        del self.training_step
+
+
+@contextlib.contextmanager
+def _own_accumulation(self: Trainer) -> Iterator[None]:
+    """Inside, ``gradient_accumulation_steps`` is this rank's number of micro-batches in a step."""
+    planned = self.accelerator.plan.micro_batches
+    given = self.args.gradient_accumulation_steps
+    if planned is not None:
+        self.args.gradient_accumulation_steps *= planned[self.accelerator.process_index][1]
+    try:
+        yield
+    finally:
+        self.args.gradient_accumulation_steps = given
+
+
+def set_initial_training_values(original: Callable[..., Any], self: Trainer, args: Any, dataloader: Any) -> Any:
+    """Counts this rank's micro-batches, of a loader that could not tell yet that it will train."""
+    check_train_loader(self, dataloader)
+    _set_purpose(dataloader, TRAINING)
+    with _own_accumulation(self):
+        return original(args, dataloader)
+
+
+def _init_training_state(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    """Counts the micro-batches that this rank has had in the epoch."""
+    with _own_accumulation(self):
+        result = original(*args, **kwargs)
+    checkpoints.agree_on_best_checkpoint(self, self.args.output_dir)
+    return result
+
+
+def _run_epoch(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
+    with _own_accumulation(self):
+        original(*args, **kwargs)
+
+
+def _save(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Saves the arguments as the script gave them."""
+    now, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, _script_steps(self)
+    try:
+        original(*args, **kwargs)
+    finally:
+        self.args.gradient_accumulation_steps = now
+
+
+def _script_steps(self: Trainer) -> int:
+    """The script's own accumulation, in global batches."""
+    return self.accelerator.gradient_accumulation_steps if self.is_in_train else self.args.gradient_accumulation_steps
 
 
 def get_total_train_batch_size(original: Callable[..., Any], self: Trainer, args: Any) -> int:
     planned = self.accelerator.plan.total_batch_size
-    if planned is None:
-        return original(args)
-    return planned * getattr(self, "_lshdp_script_steps", args.gradient_accumulation_steps)
-
-
-def set_initial_training_values(original: Callable[..., Any], self: Trainer, args: Any, dataloader: Any) -> Any:
-    """Asks the loader for its length before the model is prepared: it could not tell that it will train."""
-    check_train_loader(self, dataloader)
-    _set_purpose(dataloader, TRAINING)
-    return original(args, dataloader)
+    return original(args) if planned is None else planned * _script_steps(self)
 
 
 def evaluation_loop(original: Callable[..., Any], self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +176,8 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Trainer, batch_s
 
 def _track_num_input_tokens(original: Callable[..., Any], self: Trainer, inputs: Any) -> None:
     """Sums over ranks once a step: ranks may have different numbers of micro-batches."""
+    if self.args.include_num_input_tokens_seen == "no":
+        return
     accelerator, before = self.accelerator, self.state.num_input_tokens_seen
     accelerator.gather = lambda tokens: tokens
     try:
@@ -174,8 +209,11 @@ def log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *ar
 
 _CORRECTIONS = (
     _inner_training_loop,
-    get_total_train_batch_size,
     set_initial_training_values,
+    _init_training_state,
+    _run_epoch,
+    _save,
+    get_total_train_batch_size,
     evaluation_loop,
     _get_train_sampler,
     _get_num_items_in_batch,
