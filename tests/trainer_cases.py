@@ -57,6 +57,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "image_classification": {**_COMMON, "max_steps": 8},
     LOOP: {**_COMMON, "max_steps": 8},
 }
+#: Of what is logged every step, all but these must be the same as in one process.
+TIMES = {"train_runtime", "train_tokens_per_second"}
 #: What must be the same as in one process in the Trainer's announcement of a training.
 ANNOUNCED = (
     "Num examples",
@@ -195,7 +197,7 @@ def compare(actual: Outcome, expected: Outcome, first_step: int = 1) -> None:
     log = [entry for entry in actual.log if entry["step"] >= first_step]
     assert [entry["step"] for entry in log] == [entry["step"] for entry in wanted]
     for entry, reference in zip(log, wanted, strict=True):
-        for name in reference:
+        for name in reference.keys() - TIMES:
             _check_close(f"step {entry['step']}, {name}", entry[name], reference[name])
     assert actual.state.keys() == expected.state.keys()
     for name, value in expected.state.items():
@@ -235,13 +237,18 @@ def _announcements() -> Iterator[dict[str, str]]:
         transformers.logging.set_verbosity(verbosity)
 
 
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    return object.__new__(cls)
+
+
 @contextlib.contextmanager
 def _as_in_a_new_process() -> Iterator[None]:
     """Takes back what a script, the shim or the callback changes for the whole process."""
     import accelerate
     import transformers.trainer
 
-    # Once, or the first script would bring them into the "changes".
+    # Where `__new__` has once been set, Python does not let a class be as it was without it.
+    accelerate.Accelerator.__new__ = staticmethod(_new)
     namespaces = [accelerate.Accelerator, transformers.Trainer, transformers.trainer]
     before = [dict(vars(namespace)) for namespace in namespaces]
     argv, path, main, hook = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook

@@ -82,13 +82,11 @@ def main() -> None:
     while step < args.max_steps:
         loader.set_epoch(epoch)
         batches = accelerator.skip_first_batches(loader, skip) if skip else loader
-        losses, weights = [], []
+        losses = []
         for index, batch in enumerate(batches, start=skip):
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
-                samples = torch.tensor(float(len(batch["labels"])), device=loss.device)
-                losses.append(loss.detach() * samples)
-                weights.append(samples)
+                losses.append(accelerator.gather_for_metrics(loss.detach().repeat(len(batch["labels"]))))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -97,9 +95,9 @@ def main() -> None:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 step += 1
-                total, count = accelerator.reduce(torch.stack([sum(losses), sum(weights)])).tolist()
-                losses, weights = [], []
-                log.append({"step": step, "loss": total / count, "grad_norm": float(norm), "epoch": epoch})
+                mean = torch.cat(losses).mean().item()
+                losses = []
+                log.append({"step": step, "loss": mean, "grad_norm": float(norm), "epoch": epoch})
                 if args.save_steps and step % args.save_steps == 0:
                     folder = os.path.join(args.output_dir, f"checkpoint-{step}")
                     accelerator.save_state(folder)
