@@ -21,14 +21,13 @@ def refuse_sharded_order(loader: DataLoader) -> None:
     attributes do not tell is found by its order, which ranks compare when a training pass starts.
     """
     for part in _parts(loader):
-        count = next((name for name in _COUNTS if _is_number(part, name) and getattr(part, name) > 1), None)
-        rank = next((name for name in _RANKS if _is_number(part, name)), None)
+        count = next((name for name in _COUNTS if _number(part, name) > 1), None)
+        rank = next((name for name in _RANKS if _number(part, name) >= 0), None)
         if count is not None and rank is not None:
             raise ValueError(
-                f"found a {type(part).__name__} with {count}={getattr(part, count)} and {rank}={getattr(part, rank)},"
-                " which gives each rank a part of the data, expected one that gives every rank all of it: prepare()"
-                " divides each global batch by the plan's batch sizes. Leave it out (shuffle=True is enough), or"
-                f" make it with {count}=1 and {rank}=0."
+                f"found a {type(part).__name__} with {count}={getattr(part, count)}, which gives each rank a part of"
+                " the data, expected one that gives every rank all of it: prepare() divides each global batch by the"
+                f" plan's batch sizes. Leave it out (shuffle=True is enough), or make it with {count}=1 and {rank}=0."
             )
 
 
@@ -52,5 +51,7 @@ def _parts(loader: DataLoader) -> Iterator[Any]:
             waiting += [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
 
 
-def _is_number(part: Any, name: str) -> bool:
-    return type(getattr(part, name, None)) is int
+def _number(part: Any, name: str) -> int:
+    """An attribute that is a number; -1 if there is none."""
+    value = getattr(part, name, None)
+    return value if type(value) is int else -1

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate_lshdp.after_import import after_import
 from accelerate_lshdp.other_engines import refuse_configured_engines
 from accelerate_lshdp.plan import PLAN_VARIABLE, Plan
+from accelerate_lshdp.trainer import install
 
 
 if TYPE_CHECKING:
@@ -69,14 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(_UNCAUGHT_EXCEPTION)
 
 
-def install() -> None:
-    """Prepares this process for training, and makes every ``Accelerator`` and ``Trainer`` of it right."""
-    from accelerate_lshdp.backend import prepare_environment
-
-    prepare_environment()
-    replace_accelerator()
-
-
 def use_plan(path: str) -> None:
     """Lets every accelerator of this process and its children read the plan at ``path``.
 
@@ -106,7 +99,7 @@ def replace_accelerator() -> None:
             raise TypeError(
                 f"{cls.__module__}.{cls.__qualname__} is a subclass of accelerate.Accelerator, which cannot be "
                 "replaced: it would train without the plan. Derive it from accelerate_lshdp.LSHDPAccelerator, create "
-                "accelerate.Accelerator itself, or start the script without accelerate_lshdp.run"
+                "accelerate.Accelerator itself, or run the script without LSHDP"
             )
         return object.__new__(cls)
 

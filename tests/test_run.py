@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from accelerate_lshdp import Plan, backend, run
+from accelerate_lshdp.after_import import after_import
 from accelerate_lshdp.commands.main import main
 
 
@@ -20,6 +22,8 @@ TIMEOUT_SECONDS = 60
 
 # Prints all that a script can tell about how it was started, also after its last line.
 _STUB = """\
+import sys
+LARGE = sorted(set(sys.modules) & {"torch", "numpy", "accelerate", "transformers", "huggingface_hub"})
 import atexit, json, multiprocessing, os, pickle, sys
 from sibling import WORD
 
@@ -35,7 +39,7 @@ def still_main():
 
 facts = {
     "file": __file__, "name": __name__, "package": __package__, "spec": repr(__spec__), "cwd": os.getcwd(),
-    "loader": type(__loader__).__name__, "path0": sys.path[0], "sibling": WORD,
+    "loader": type(__loader__).__name__, "path0": sys.path[0], "sibling": WORD, "large": LARGE,
 }
 if __name__ == "__main__":
     atexit.register(lambda: print("at exit", json.dumps(still_main())))
@@ -45,8 +49,9 @@ if __name__ == "__main__":
 """
 
 _MODULE = """\
-import json, sys
+import atexit, json, sys
 from .sibling import WORD
+atexit.register(lambda: print(sys.modules["__main__"].__dict__ is globals()))
 print(json.dumps([sys.argv, __name__, __package__, __spec__.name, __file__, sys.path[0], WORD]))
 """
 
@@ -58,6 +63,13 @@ def fail():
         raise RuntimeError("a mistake of the script") from error
 
 fail()
+"""
+
+_USAGE = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, required=True)
+parser.parse_args()
 """
 
 
@@ -97,6 +109,7 @@ def test_script_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
     shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
 
     assert plain.returncode == 0 and plain.stdout.count('"is main": true') == 2, plain.stderr
+    assert '"large": []' in plain.stdout  # so that a script's variables are there when libraries read them
     assert shim.stdout == plain.stdout, shim.stderr
     assert shim.returncode == 0
 
@@ -113,27 +126,29 @@ def test_module_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
     shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
 
     assert plain.returncode == 0 and "found in the package" in plain.stdout, plain.stderr
+    assert plain.stdout.endswith("True\n")
     assert shim.stdout == plain.stdout, shim.stderr
     assert shim.returncode == 0
 
 
 @pytest.mark.parametrize(
     "source",
-    [_RAISING, "1 +\n", "import sys; sys.exit('a message')", "raise SystemExit(3)", "import sys; sys.exit()"],
-    ids=["exception", "syntax error", "exit message", "exit code", "exit"],
+    [_RAISING, "1 +\n", "import sys; sys.exit('a message')", "raise SystemExit(3)", "exit()", _USAGE, None],
+    ids=["exception", "syntax error", "exit message", "exit code", "exit", "usage error", "no such module"],
 )
 @pytest.mark.usefixtures("without_accelerator")
 def test_exit_code_and_traceback_are_the_scripts(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    source: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(source)
-    plain = _python(script, cwd=tmp_path)
+    script.write_text(source or "")
+    started = ["-m", "no_such_package.script"] if source is None else [str(script)]
+    plain = _python(*started, cwd=tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
     code: object = 0
     try:
-        run.main([str(script)])
+        run.main(started)
     except SystemExit as exit_request:
         code = exit_request.code
         if isinstance(code, str):  # the interpreter prints it and exits with 1
@@ -183,6 +198,44 @@ def test_bad_input_is_one_line(
     captured = capfd.readouterr()
     assert expected in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert "ACCELERATE_LSHDP_PLAN" not in os.environ
+
+
+@pytest.mark.usefixtures("without_accelerator")
+def test_another_engine_is_told_before_the_script_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    for variable, engine in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
+        monkeypatch.setenv(variable, "true")
+        with pytest.raises(SystemExit) as caught:
+            run.main([str(script)])
+        assert caught.value.code == 2
+        captured = capfd.readouterr()
+        assert f"{engine} is switched on by {variable}" in captured.err and captured.err.count("\n") == 1
+        assert captured.out == ""
+        monkeypatch.delenv(variable)
+
+
+def test_function_is_called_after_the_import_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    (tmp_path / "watched.py").write_text("import colorsys\nNAMES = ['own']")
+    calls: list[list[str]] = []
+    after_import("watched", lambda: calls.append(sys.modules["watched"].NAMES))
+    try:
+        assert importlib.util.find_spec("watched").name == "watched"  # libraries ask so whether a package is there
+        assert importlib.util.find_spec("no_such_package") is None and calls == []
+
+        import watched
+
+        assert calls == [["own"]] and sys.meta_path == finders
+        importlib.reload(watched)
+        assert len(calls) == 1
+        after_import("watched", lambda: calls.append([]))  # has been imported
+        assert len(calls) == 2 and sys.meta_path == finders
+    finally:
+        sys.modules.pop("watched", None)
 
 
 def test_cpu_is_forced_only_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +300,24 @@ def test_every_accelerator_is_ours(tmp_path: Path) -> None:
     assert found["keywords"] == [3, False]
     assert found["batch sizes"] == [4]
     assert "__main__.Own is a subclass" in found["told"] and "LSHDPAccelerator" in found["told"]
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2", "distributed_type DEEPSPEED"),
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {}", "distributed_type MEGATRON_LM"),
+        ("distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 2", "a parallelism_config"),
+    ],
+)
+def test_config_file_of_another_engine_is_refused(
+    section: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, script = tmp_path / "config.yaml", tmp_path / "script.py"
+    config.write_text(f"compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n{section}\n")
+    script.touch()
+    assert main(["launch", "--config_file", str(config), str(script)]) == 2
+    assert f"{told}, which cannot share a model with LSHDP" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
