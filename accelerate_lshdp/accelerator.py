@@ -223,8 +223,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
 
     @property
     def waiting_places(self) -> list[MicroBatchPlace]:
-        """The places of training batches that were fetched and not worked on yet, in order."""
-        return self._tracker.waiting
+        """The places of training batches that were fetched and not worked on yet; none in an evaluation pass."""
+        return [] if self._tracker.in_evaluation_pass else self._tracker.waiting
 
     # Evaluation
 

@@ -9,32 +9,34 @@ from typing import Any
 
 import pytest
 from test_trainer_training import assert_same_run
-from trainer_runs import train
+from trainer_runs import make_trainer, report, train
+from transformers import TrainerCallback
 from workers import WorkerPools
 
-from accelerate_lshdp import LSHDPTrainer
+
+class Stop(TrainerCallback):
+    """Ends a run in the middle of the second epoch, right after it has saved."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 9
 
 
-class StoppedTrainer(LSHDPTrainer):
-    """Ends in the middle of the second epoch, right after it has saved."""
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)
-        if self.state.global_step == 9:
-            self.control.should_training_stop = True
+def own_folder(folder: str) -> str:
+    """Nodes share no file system."""
+    return os.path.join(folder, f"node{os.environ['GROUP_RANK']}")
 
 
 def interrupt(folder: str, sizes: list[Any], kind: str, options: dict[str, Any], strategy: str) -> list[str]:
-    """Every node has its own folder; returns what is in this one's."""
-    own = os.path.join(folder, f"node{os.environ['GROUP_RANK']}")
-    options = {**options, "per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": 3}
-    train(own, sizes, kind, options, strategy=strategy, trainer_class=StoppedTrainer)
-    return sorted(os.listdir(own))
+    """Returns what is in this node's folder."""
+    options = {**options, "save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(own_folder(folder), sizes, kind, options, strategy)
+    trainer.add_callback(Stop())
+    trainer.train()
+    return sorted(os.listdir(own_folder(folder)))
 
 
-def resume(folder: str, sizes: list[Any], kind: str, options: dict[str, Any], strategy: str) -> dict[str, Any]:
-    own = os.path.join(folder, f"node{os.environ['GROUP_RANK']}")
-    return train(own, sizes, kind, {**options, "per_device_train_batch_size": 1}, strategy=strategy, resume=True)
+def resume(folder: str, *given: Any) -> dict[str, Any]:
+    return report(make_trainer(own_folder(folder), *given), resume=True)
 
 
 @pytest.mark.parametrize("changed", [[(2, 3), (2, 1)], [(1, 4), (2, 2)]], ids=["same plan", "another plan"])

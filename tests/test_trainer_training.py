@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import error, train
+from trainer_runs import VARIANTS, error, train
 from workers import WorkerPools
 
 
@@ -29,6 +29,18 @@ def assert_same_run(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
             assert ours["learning_rate"] == theirs["learning_rate"]
 
 
+def check(
+    workers: WorkerPools, folder: Path, sizes: list[Any], kind: str, options: dict[str, Any], *rest: Any
+) -> None:
+    total = sum(size[0] * size[1] if isinstance(size, tuple) else size for size in sizes)
+    alone = {**options, "per_device_train_batch_size": total}
+    [expected] = workers(1).run(train, str(folder), None, kind, alone, *rest, nodes=(1,))
+
+    found = workers(2).run(train, str(folder), sizes, kind, options, *rest, nodes=(1, 1))
+
+    assert_same_run(found, expected)
+
+
 @pytest.mark.parametrize(
     "kind,sizes,steps,strategy",
     [
@@ -45,15 +57,15 @@ def assert_same_run(found: list[dict[str, Any]], expected: dict[str, Any]) -> No
 def test_parameters_and_logs_of_one_process(
     workers: WorkerPools, tmp_path: Path, kind: str, sizes: list[Any], steps: int, strategy: str
 ) -> None:
-    total = sum(size[0] * size[1] if isinstance(size, tuple) else size for size in sizes)
-    options = {"gradient_accumulation_steps": steps}
-    alone = {**options, "per_device_train_batch_size": total}
-    [expected] = workers(1).run(train, str(tmp_path), None, kind, alone, nodes=(1,))
-
-    found = workers(2).run(train_ranks, str(tmp_path), sizes, kind, options, strategy, nodes=(1, 1))
-
-    assert_same_run(found, expected)
+    check(workers, tmp_path, sizes, kind, {"gradient_accumulation_steps": steps}, strategy)
 
 
-def train_ranks(folder: str, sizes: list[Any], kind: str, options: dict[str, Any], strategy: str) -> dict[str, Any]:
-    return train(folder, sizes, kind, {**options, "per_device_train_batch_size": 1}, strategy=strategy)
+@pytest.mark.parametrize("kind", ["gpt2", "words"])
+def test_repeated_sample_of_the_last_batch_does_not_count(workers: WorkerPools, tmp_path: Path, kind: str) -> None:
+    check(workers, tmp_path, [(3, 2), (2, 1)], kind, {}, "ddp", "", 49)
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name])
+def test_what_users_change(workers: WorkerPools, tmp_path: Path, variant: str) -> None:
+    options = {"max_steps": 9} if variant == "stream" else {}
+    check(workers, tmp_path, [(3, 2), (2, 1)], "gpt2", options, "ddp", variant)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
 
-from accelerate_lshdp import LSHDPTrainer, Plan
+from accelerate_lshdp import LSHDPTrainerMixin, Plan
 
 
 WORDS = 23
@@ -75,10 +77,11 @@ def make_model(kind: str) -> nn.Module:
     return classes[kind](BertConfig(**BERT, **labels))
 
 
-def arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
+def arguments(folder: str | Path, **changes: Any) -> Seq2SeqTrainingArguments:
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
+        "per_device_train_batch_size": 1,
         "report_to": [],
         "learning_rate": 3e-3,
         "warmup_steps": 2,
@@ -91,7 +94,7 @@ def arguments(folder: str | Path, **changes: Any) -> TrainingArguments:
         "include_num_input_tokens_seen": "non_padding",
         "per_device_eval_batch_size": 4,
     }
-    return TrainingArguments(**{**options, **changes})
+    return Seq2SeqTrainingArguments(**{**options, **changes})
 
 
 def full_parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -101,28 +104,92 @@ def full_parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def train(
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, dataset: Sentences) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.dataset[index] for index in range(len(self.dataset)))
+
+
+def word_losses(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+
+
+def divided_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return word_losses(outputs.logits, labels, "sum") / num_items_in_batch
+
+
+def mean_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return word_losses(outputs.logits, labels, "mean")
+
+
+class OwnLossTrainer(Trainer):
+    """Overrides `compute_loss` as users do, with a mean that leaves the number of items aside."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = mean_loss(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnStepTrainer(Trainer):
+    """Overrides `training_step` without the Trainer's own."""
+
+    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+#: What a user may change: the Trainer's class, and its keywords.
+VARIANTS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    "": (Trainer, {}),
+    "sequence to sequence": (Seq2SeqTrainer, {}),
+    "own compute_loss": (OwnLossTrainer, {}),
+    "own training_step": (OwnStepTrainer, {}),
+    "divided loss": (Trainer, {"compute_loss_func": divided_loss}),
+    "mean loss": (Trainer, {"compute_loss_func": mean_loss}),
+    "stream": (Trainer, {"train_dataset": Stream(Sentences(53, "words"))}),
+}
+
+
+def make_trainer(
     folder: str,
     sizes: list[Any] | None,
     kind: str,
     options: dict[str, Any],
-    *,
     strategy: str = "ddp",
+    variant: str = "",
     samples: int = 53,
-    resume: str | None = None,
-    trainer_class: type[Trainer] = LSHDPTrainer,
-) -> dict[str, Any]:
-    """Trains, plainly if there are no sizes; returns parameters and all that the Trainer says of the run."""
+) -> Trainer:
+    """A plain Trainer if there are no sizes."""
     dataset = Sentences(samples, "rows" if kind == "rows" else "words")
-    model = make_model(kind)
-    common = {"model": model, "args": arguments(folder, **options), "data_collator": collate}
-    common |= {"train_dataset": dataset, "eval_dataset": Sentences(11, dataset.labels)}
+    base, changes = VARIANTS[variant]
+    given = {
+        "model": make_model(kind),
+        "args": arguments(folder, **options),
+        "data_collator": collate,
+        "train_dataset": dataset,
+        "eval_dataset": Sentences(11, dataset.labels),
+        **changes,
+    }
     if sizes is None:
-        trainer = Trainer(**common)
-    else:
-        unequal = len({size[1] for size in sizes if isinstance(size, tuple)}) > 1
-        plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=unequal)
-        trainer = trainer_class(**common, plan=plan)
+        return base(**given)
+    unequal = len({size[1] for size in sizes if isinstance(size, tuple)}) > 1
+    plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=unequal)
+    return type(f"LSHDP{base.__name__}", (LSHDPTrainerMixin, base), {})(**given, plan=plan)
+
+
+def train(*given: Any) -> dict[str, Any]:
+    """Trains what `make_trainer` gives; returns parameters and all that the Trainer says of the run."""
+    return report(make_trainer(*given))
+
+
+def report(trainer: Trainer, resume: bool = False) -> dict[str, Any]:
     result = trainer.train(resume_from_checkpoint=resume)
     return {
         "parameters": full_parameters(trainer),

@@ -163,15 +163,11 @@ def _training_step(
 
 
 def _get_num_items_in_batch(original: Callable[..., Any], self: Trainer, batch_samples: list, device: Any) -> Any:
-    losses, places = losses_of(self), self.accelerator.waiting_places
-    if batch_samples and not places:  # an evaluation pass
-        counted = original(batch_samples, device)
-        return counted if counted is None or losses.uses_count(batch_samples, counted) else None
-    counted = original(losses.items_that_count(batch_samples, places), device)
-    if counted is not None and losses.uses_count(batch_samples, counted):
-        return counted
-    losses.begin_step(batch_samples, places)
-    return None
+    if not batch_samples:
+        return original(batch_samples, device)
+    return losses_of(self).count_items(
+        lambda batches: original(batches, device), batch_samples, self.accelerator.waiting_places
+    )
 
 
 def _track_num_input_tokens(original: Callable[..., Any], self: Trainer, inputs: Any) -> None:
@@ -201,6 +197,12 @@ def _has_mixed_mesh_grads(original: Callable[..., Any], self: Trainer, model: An
 # Logs
 
 
+def _finalize_training(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Averages the loss of the steps since the last log over ranks, as that of the others was."""
+    self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+    return original(*args, **kwargs)
+
+
 def log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     if "loss" in logs:
         logs.update(step_logs(self.accelerator))
@@ -219,5 +221,6 @@ _CORRECTIONS = (
     _get_num_items_in_batch,
     _track_num_input_tokens,
     _has_mixed_mesh_grads,
+    _finalize_training,
     log,
 )
