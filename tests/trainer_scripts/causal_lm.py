@@ -61,7 +61,7 @@ def main() -> None:
         model=GPT2LMHeadModel(config),
         args=training_args,
         train_dataset=make_dataset(tokenizer, data_args.samples),
-        eval_dataset=make_dataset(tokenizer, 9),
+        eval_dataset=make_dataset(tokenizer, 16),
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
         processing_class=tokenizer,
     )

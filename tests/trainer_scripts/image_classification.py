@@ -78,7 +78,7 @@ def main() -> None:
         model=ViTForImageClassification(config),
         args=training_args,
         train_dataset=make_dataset(args.samples, seed=1),
-        eval_dataset=make_dataset(9, seed=2),
+        eval_dataset=make_dataset(16, seed=2),
         data_collator=collate,
     )
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

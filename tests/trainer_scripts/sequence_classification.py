@@ -63,7 +63,7 @@ def main() -> None:
         model=BertForSequenceClassification(config),
         args=training_args,
         train_dataset=Sequences(data_args.samples, seed=1),
-        eval_dataset=Sequences(9, seed=2),
+        eval_dataset=Sequences(16, seed=2),
         data_collator=collate,
         compute_metrics=accuracy,
     )
