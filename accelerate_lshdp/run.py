@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _USAGE_ERROR = 2
-_UNCAUGHT_EXCEPTION = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: what follows ``-m accelerate_lshdp.run``; default: ``sys.argv[1:]``.
 
     Raises:
-        SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on, 1 after an
-            exception of the script, else what the script exits with.
+        SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on.
+        BaseException: what the script raises.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -62,12 +61,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             _run_module(arguments.script, arguments.script_args)
         else:
             _run_file(arguments.script, arguments.script_args)
-    except Exception as error:
-        # Called instead of raising further, which would put this file's frames on top of the user's; through the
-        # hook, because scripts may have installed their own.
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(_UNCAUGHT_EXCEPTION)
+    except SystemExit:
+        raise
+    except BaseException:
+        _hide_own_frames()
+        raise
 
 
 def use_plan(path: str) -> None:
@@ -127,7 +125,7 @@ def _run_file(script: str, script_args: Sequence[str]) -> None:
     Not by ``runpy.run_path``, which takes the script's module away again when its last line has run, whereas exit
     handlers and threads of the script may still pickle what it defines.
     """
-    path = os.path.abspath(script)
+    path = os.path.join(os.getcwd(), script)
     sys.argv = [script, *script_args]
     if not _has_safe_path():
         sys.path[0] = os.path.dirname(os.path.realpath(script))
@@ -155,6 +153,17 @@ def _run_module(name: str, script_args: Sequence[str]) -> None:
 def _has_safe_path() -> bool:
     """Whether Python was told not to put the script's folder first on the path (``-P``, from 3.11 on; ``-I``)."""
     return bool(getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
+
+
+def _hide_own_frames() -> None:
+    """Lets the interpreter show the exception that is on its way out without the frames of this file."""
+    show = sys.excepthook  # scripts and torch set their own
+
+    def show_the_scripts(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        error.__traceback__ = _without_own_frames(traceback)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = show_the_scripts
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -103,7 +103,7 @@ def test_script_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
     (folder / "script.py").write_text(_STUB)
     (folder / "sibling.py").write_text("WORD = 'found beside the script'\n")
     (tmp_path / "link.py").symlink_to(folder / "script.py")  # path[0] is the folder of what a link points to
-    arguments = ["link.py", "--plan", "the script's", "-m", "--", "-x", ""]
+    arguments = ["./link.py", "--plan", "the script's", "-m", "--", "-x", ""]
 
     plain = _python(*arguments, cwd=tmp_path)
     shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
@@ -133,8 +133,11 @@ def test_module_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [_RAISING, "1 +\n", "import sys; sys.exit('a message')", "raise SystemExit(3)", "exit()", _USAGE, None],
-    ids=["exception", "syntax error", "exit message", "exit code", "exit", "usage error", "no such module"],
+    [
+        *(_RAISING, "1 +\n", "raise BaseException('not even an Exception')"),
+        *("import sys; sys.exit('a message')", "raise SystemExit(3)", "exit()", _USAGE, None),
+    ],
+    ids=["exception", "syntax error", "base", "exit message", "exit code", "exit", "usage error", "no such module"],
 )
 @pytest.mark.usefixtures("without_accelerator")
 def test_exit_code_and_traceback_are_the_scripts(
@@ -146,14 +149,19 @@ def test_exit_code_and_traceback_are_the_scripts(
     plain = _python(*started, cwd=tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
+    # What the interpreter does with it.
     code: object = 0
     try:
         run.main(started)
     except SystemExit as exit_request:
         code = exit_request.code
-        if isinstance(code, str):  # the interpreter prints it and exits with 1
+        if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
+    except BaseException:
+        code = 1
+        kind, error, traceback = sys.exc_info()
+        sys.excepthook(kind, error, traceback.tb_next)  # without the frame of this test
 
     assert (code or 0) == plain.returncode
     assert capfd.readouterr().err == plain.stderr  # the whole traceback, without a frame of the shim
@@ -164,12 +172,14 @@ def test_own_exception_hook_is_used(tmp_path: Path, capfd: pytest.CaptureFixture
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', error)\nraise ValueError('x')"
+        "import sys\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook', error, trace.tb_frame.f_code.co_filename)\n"
+        "raise ValueError('x')"
     )
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(ValueError) as caught:
         run.main([str(script)])
-    assert caught.value.code == 1
-    assert capfd.readouterr().out == "hook x\n"
+    sys.excepthook(caught.type, caught.value, caught.tb.tb_next)
+    assert capfd.readouterr().out == f"hook x {script}\n"
 
 
 @pytest.mark.usefixtures("without_accelerator")
