@@ -217,7 +217,8 @@ def run_trainer(folder: str, arguments: dict[str, Any], changes: dict[str, Any])
 
     Args:
         arguments: of `TrainingArguments`.
-        changes: attributes to set on the Trainer, its arguments ("args.NAME") or its model ("model.NAME") before.
+        changes: attributes to set before on the Trainer, its arguments ("args.NAME") or its model ("model.NAME");
+            "plan" is another plan than 3 + 1 samples, "loader" another class of Trainer.
     """
     from transformers import TrainingArguments
 
@@ -238,7 +239,7 @@ def run_trainer(folder: str, arguments: dict[str, Any], changes: dict[str, Any])
     args = TrainingArguments(
         output_dir=folder, report_to=[], use_cpu=True, disable_tqdm=True, max_steps=1, save_strategy="no", **arguments
     )
-    plan = Plan.from_batch_sizes([3, 1], strategy="ddp")
+    plan = changes.pop("plan", Plan.from_batch_sizes([3, 1], strategy="ddp"))
     trainer = trainer_class(model, args, train_dataset=Rows(), plan=plan)
     for name, value in changes.items():
         owner, _, attribute = name.rpartition(".")
@@ -310,6 +311,18 @@ def test_accelerator_of_another_class_is_told() -> None:
         check_arguments(trainer)
 
 
-def test_arguments_without_mistakes_are_accepted(workers: Callable, tmp_path: Any) -> None:
-    arguments = {"train_sampling_strategy": "sequential", "accelerator_config": {"dispatch_batches": False}}
-    assert workers(2).run(run_trainer, str(tmp_path), arguments, {}, timeout=TIMEOUT_SECONDS) == [None, None]
+ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sequential": ({"train_sampling_strategy": "sequential"}, {}),
+    "equal batches that are dispatched": (
+        {"accelerator_config": {"dispatch_batches": True}},
+        {"plan": Plan.equal(strategy="ddp")},
+    ),
+    "equal batches of an own loader": ({}, {"plan": Plan.equal(strategy="ddp"), "loader": "unprepared"}),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_arguments_without_mistakes_are_accepted(workers: Callable, tmp_path: Any, name: str) -> None:
+    arguments, changes = ACCEPTED[name]
+    case = (str(tmp_path), arguments, dict(changes))
+    assert workers(2).run(run_trainer, *case, timeout=TIMEOUT_SECONDS) == [None, None]
