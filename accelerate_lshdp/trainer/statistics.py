@@ -16,7 +16,7 @@ def step_logs(accelerator: LSHDPAccelerator) -> dict[str, float]:
     Seconds of each rank's computing and waiting (``compute_seconds/rank_0``, ...), ``idle_fraction``,
     ``samples_per_second``, and the samples of each rank in a global batch (``batch_size/rank_0``, ...).
     """
-    statistics = accelerator.step_statistics
+    statistics, place = accelerator.step_statistics, accelerator.batch_place
     if statistics is None:
         return {}
     logs: dict[str, float] = {
@@ -27,7 +27,7 @@ def step_logs(accelerator: LSHDPAccelerator) -> dict[str, float]:
     of_ranks = {
         "compute_seconds": statistics.compute_seconds,
         "wait_seconds": statistics.wait_seconds,
-        "batch_size": accelerator.plan.batch_sizes or (),
+        "batch_size": () if place is None else place.cut.sizes,
     }
     for name, values in of_ranks.items():
         logs.update({f"{name}/rank_{rank}": value for rank, value in enumerate(values)})
