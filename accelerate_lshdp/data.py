@@ -152,8 +152,9 @@ def prepare_loader(
 def skip_first_batches(loader: DataLoader, num_batches: int | None = 0) -> DataLoader:
     """A loader for one pass that leaves out the first `num_batches` batches of this rank (in training: micro-batches).
 
-    None skips to the position that was restored, which may have been written under another plan. An explicit number
-    wins over a restored position. Any other loader than ours is left to stock accelerate.
+    None skips to the position that was restored, which may have been written under another plan. So does the number of
+    batches that a rank of the run that saved had read up to there; another number wins over a restored position. Any
+    other loader than ours is left to stock accelerate.
 
     Raises ValueError when the pass starts if the number falls inside a global batch, or here if it is None and no
     position was restored.

@@ -234,9 +234,10 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
-        skip = self._skip_to
         if self._evaluates_next():
+            skip = self._skip_to
             return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
+        skip = self._training_skip()
         cut = self._cut()
         steps = cut.steps[self._context.rank]
         samples = len(self._source)
@@ -390,7 +391,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
         if skip is None:
             return self._progress.start_point if self._progress.armed else StartPoint()
         steps = cut.steps[self._context.rank]
-        whole, rest = divmod(skip, steps)
+        start = self._training_skip()
+        whole, rest = (start.global_batches, 0) if isinstance(start, StartPoint) else divmod(skip, steps)
         # Asked of all ranks first, so that none waits for one that stops here.
         self._context.check_agreement(
             str(whole) if not rest else "inside a global batch", "the global batches that skip_first_batches skips"
@@ -400,7 +402,14 @@ class HeterogeneousDataLoader(DataLoaderShard):
                 f"found num_batches={skip}, which is inside a global batch ({steps} batches on this rank), expected a"
                 f" multiple of {steps}: {whole * steps} or {(whole + 1) * steps}."
             )
+        if isinstance(start, StartPoint):
+            return start
         return StartPoint(samples=whole * cut.total, global_batches=whole)
+
+    def _training_skip(self) -> StartPoint | int | None:
+        """What a training pass skips: the restored position, if the number is that of the run that saved it."""
+        known = isinstance(self._skip_to, int) and self._progress.counts_to_position(self._skip_to)
+        return self._progress.start_point if known else self._skip_to
 
     def _record(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
         progress = self._progress
