@@ -11,6 +11,7 @@ would see without the shim, and a traceback begins in the script. Nothing large 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import runpy
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         print(f"accelerate_lshdp.run: {error}", file=sys.stderr)
         sys.exit(_USAGE_ERROR)
-    after_import("accelerate", install)
+    after_import("accelerate", change_accelerate)
     try:
         if arguments.module:
             _run_module(arguments.script, arguments.script_args)
@@ -66,6 +67,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BaseException:
         _hide_own_frames()
         raise
+
+
+def change_accelerate() -> None:
+    """Makes every ``Accelerator``, ``PartialState`` and ``Trainer`` of this process right."""
+    install()
+    if os.environ.get("ACCELERATE_USE_CPU") == "true":
+        join_cpu_ranks()
+
+
+def join_cpu_ranks() -> None:
+    """Lets ``PartialState()`` be one of several CPU ranks; accelerate's would be alone, and stay so.
+
+    Scripts may make it before the accelerator, for example for its ``main_process_first``.
+    """
+    from accelerate import PartialState
+
+    initialise = PartialState.__init__
+
+    @functools.wraps(initialise)
+    def on_cpu(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        initialise(self, True, **kwargs)
+
+    PartialState.__init__ = on_cpu
 
 
 def use_plan(path: str) -> None:
