@@ -64,5 +64,5 @@ def correct_loaded_trainer() -> None:
 
     A Trainer makes its accelerator before it does anything else, so none is missed.
     """
-    if "transformers.trainer" in sys.modules:
+    if hasattr(sys.modules.get("transformers.trainer"), "Trainer"):  # while it is imported, it has none yet
         importlib.import_module("accelerate_lshdp.trainer.corrections").correct_trainer()
