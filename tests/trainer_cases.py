@@ -179,10 +179,9 @@ def start_alone(run: Run) -> None:
     """`start` without a launcher and without this package: plain transformers and plain accelerate."""
     import transformers
 
-    # With accumulation, the Trainer of this version does not divide the losses of these heads by the number of
-    # micro-batches (they take `num_items_in_batch` and ignore it). The attribute is transformers' own way to say so.
-    for head in (transformers.BertForSequenceClassification, transformers.ViTForImageClassification):
-        head.accepts_loss_kwargs = False
+    # With accumulation, the Trainer of this version does not divide this head's loss by the number of micro-batches:
+    # it takes `num_items_in_batch`, and ignores it. The attribute is transformers' own way to say so.
+    transformers.BertForSequenceClassification.accepts_loss_kwargs = False
     start(run)
     if any(name.partition(".")[0] == "accelerate_lshdp" for name in sys.modules):
         raise AssertionError("the oracle has imported accelerate_lshdp")
@@ -200,8 +199,8 @@ def outcome_of(run: Run) -> Outcome:
         return Outcome(parameters, json.loads((folder / "log.json").read_text()), {}, {}, kept)
     state = json.loads((folder / "trainer_state.json").read_text())
     results = json.loads((folder / "train_results.json").read_text())
-    kept = ("epoch", "global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen")
-    facts = {name: state[name] for name in kept if state.get(name) is not None}
+    names = ("epoch", "global_step", "max_steps", "num_train_epochs", "num_input_tokens_seen")
+    facts = {name: state[name] for name in names if state.get(name) is not None}
     facts["train_loss"] = results["train_loss"]
     facts["train_samples"] = round(results["train_samples_per_second"] * results["train_runtime"])
     facts.update(best_step=state["best_global_step"] or 0, best_metric=state["best_metric"] or 0.0)
