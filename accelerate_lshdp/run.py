@@ -112,9 +112,10 @@ def replace_accelerator() -> None:
     """
     from accelerate import Accelerator
 
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
-
     def create(cls: type[Accelerator], *args: Any, **kwargs: Any) -> Accelerator:
+        # Not before: that module may be what imports accelerate just now.
+        from accelerate_lshdp.accelerator import LSHDPAccelerator
+
         if cls is Accelerator:
             return object.__new__(LSHDPAccelerator)  # type.__call__ then runs its __init__ with the same arguments
         if not issubclass(cls, LSHDPAccelerator):
