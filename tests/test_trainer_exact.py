@@ -9,6 +9,7 @@ factors occurs); ``-m slow`` runs all.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,16 +17,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from launching import launch
 from trainer_cases import (
     ANY_ARGUMENT,
     LOGGED,
     LOOP,
+    SCRIPTS,
     SHIM,
     TOTAL,
     TRAINER_SCRIPTS,
     WAYS,
     Outcome,
     Run,
+    announced_in,
     compare,
     edited_script,
     outcome_of,
@@ -136,16 +140,21 @@ def train(
     plan: Plan | None = None,
 ) -> Run:
     """Runs the cell's script to its end, by its plan or another one; the outputs are in the run's folders."""
+    run = prepare(folder, cell, arguments, plan)
+    workers(sum(cell.nodes)).run(start, run, nodes=cell.nodes, timeout=90)
+    return run
+
+
+def prepare(folder: Path, cell: Cell, arguments: Mapping[str, Any] | None = None, plan: Plan | None = None) -> Run:
+    """Makes the folders of a run, its plan and its script."""
     make_folder(folder, cell.nodes)
     path = folder / "plan.json"
     (plan or cell.plan).save(path)
     if cell.way != SHIM:
         edited_script(cell.script, cell.way, str(path), folder)
-    run = Run(
+    return Run(
         cell.script, str(folder), SCRIPTS_BATCH_SIZE, cell.script_accumulation, cell.way, str(path), arguments or {}
     )
-    workers(sum(cell.nodes)).run(start, run, nodes=cell.nodes, timeout=90)
-    return run
 
 
 def check(workers: WorkerPools, oracle: Oracle, folder: Path, cell: Cell) -> None:
@@ -289,3 +298,64 @@ def test_resuming_under_another_plan_equals_one_process(workers, oracle, tmp_pat
     expected = oracle(script, first.script_accumulation)
     compare(whole, expected)
     compare(rest, expected, first_step=step + 1)
+
+
+def all_interruptions(script: str) -> Iterator[tuple[int, Cell, Cell]]:
+    """Step, cell before and cell after, for every two layouts with and without the script's accumulation.
+
+    Ways, strategies and the plans' accumulation take turns. The plain loop counts batches itself, and accelerate steps
+    its scheduler once a rank: it goes on with as many ranks, and as many micro-batches in the plan.
+    """
+    ways = itertools.cycle([SHIM] if script == LOOP else WAYS)
+    strategies = itertools.cycle(itertools.permutations(STRATEGIES, 2))
+    plans = {1: itertools.cycle(itertools.product(("none", "plan"), repeat=2))}
+    plans[2] = itertools.cycle(itertools.product(("script", "both"), repeat=2))
+    for (before, after), own in itertools.product(itertools.product(NODES, repeat=2), (1, 2)):
+        (first, second), (accumulation, later), way = next(strategies), next(plans[own]), next(ways)
+        if script == LOOP:
+            later = accumulation
+            if sum(before) != sum(after):
+                continue
+        step = 4 if own == 2 else 3
+        yield step, Cell(script, way, before, accumulation, first), Cell(script, way, after, later, second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [*TRAINER_SCRIPTS, LOOP])
+@pytest.mark.timeout(1200)
+def test_resuming_under_any_plan_equals_one_process(workers, oracle, tmp_path, script):
+    failures = []
+    for number, (step, first, second) in enumerate(all_interruptions(script)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            _, rest = interrupt_and_resume(workers, folder, step, first, second)
+            compare(rest, oracle(script, first.script_accumulation), first_step=step + 1)
+        except AssertionError as error:
+            failures.append(f"{first} at step {step}, then {second}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("causal_lm", "callback", (1, 1), "none", "lsdp"),
+        pytest.param(Cell("sequence_classification", "shim", (1, 2), "plan", "lsdp"), marks=pytest.mark.slow),
+        pytest.param(Cell("causal_lm", "mixin", (2,), "both", "fsdp"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(300)
+def test_real_launches_give_the_result_of_one_process(oracle, tmp_path, cell):
+    """By `accelerate launch`, one a node; here all nodes share the script's output folder."""
+    run = prepare(tmp_path, cell, {"log_level": "info", "save_strategy": "steps", "save_steps": 3})
+    if cell.way == SHIM:
+        command = ["-m", "accelerate_lshdp.run", "--plan", run.plan, SCRIPTS / f"{cell.script}.py"]
+    else:
+        command = [tmp_path / f"{cell.script}.py"]
+    launched = {"nodes": cell.nodes, "launcher": "accelerate", "timeout": 140}
+    first = launch([*command, *run.command_line(0)], sum(cell.nodes), **launched)
+    assert first.returncode == 0, first.stderr[-6000:]
+    run.announced.write_text(json.dumps(announced_in(first.stderr)))
+    expected = oracle(cell.script, cell.script_accumulation)
+    compare(outcome_of(run), expected)

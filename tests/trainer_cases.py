@@ -102,6 +102,11 @@ class Run:
     def output(self, node: int = 0) -> Path:
         return Path(self.folder, f"node{node}")
 
+    @property
+    def announced(self) -> Path:
+        """Where what the Trainer has announced is kept."""
+        return Path(self.folder, "announced.json")
+
     def command_line(self, node: int) -> list[str]:
         given = {
             **ARGUMENTS[self.script],
@@ -172,7 +177,7 @@ def start(run: Run) -> None:
             sys.argv = [str(script), *arguments]
             runpy.run_path(str(script), run_name="__main__")
     if int(os.environ.get("RANK", "0")) == 0:
-        (run.output() / "announced.json").write_text(json.dumps(announced))
+        run.announced.write_text(json.dumps(announced))
 
 
 def start_alone(run: Run) -> None:
@@ -192,7 +197,7 @@ def outcome_of(run: Run) -> Outcome:
 
     folder = run.output()
     parameters = load_file(folder / "model.safetensors")
-    announced = json.loads((folder / "announced.json").read_text())
+    announced = json.loads(run.announced.read_text())
     nodes = sorted(Path(run.folder).glob("node*"))
     kept = [{path.name for path in node.glob("checkpoint-*")} for node in nodes]
     if run.script == LOOP:
@@ -233,16 +238,21 @@ def _check_close(what: str, actual: float, expected: float) -> None:
     assert abs(actual - expected) <= tolerance * abs(expected), f"{what}: {actual}, in one process {expected}"
 
 
+def announced_in(text: str) -> dict[str, str]:
+    """The values of `ANNOUNCED`, in lines such as `[transformers]   Num Epochs = 2`."""
+    pairs = [line.rpartition(" = ") for line in text.splitlines()]
+    names = [(name.rpartition("  ")[2].strip(), value.strip()) for name, _, value in pairs]
+    return {name: value for name, value in names if name in ANNOUNCED}
+
+
 @contextlib.contextmanager
 def _announcements() -> Iterator[dict[str, str]]:
-    """The lines `  NAME = VALUE` of `ANNOUNCED` that the Trainer logs before it trains."""
+    """What the Trainer announces in its logs before it trains."""
     found: dict[str, str] = {}
 
     class Reader(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            name, _, value = record.getMessage().strip().rpartition(" = ")
-            if name in ANNOUNCED:
-                found[name] = value
+            found.update(announced_in(record.getMessage()))
 
     import transformers
 
