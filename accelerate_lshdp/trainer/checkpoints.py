@@ -83,8 +83,9 @@ def agree_on_best_checkpoint(self: Trainer, run_dir: str) -> None:
     if not self.state.best_global_step:
         return
     name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+    # What the Trainer knows may be an older one: it looked before the folder of the newest was there on this node.
     places = [self.state.best_model_checkpoint or "", os.path.join(run_dir, name)]
-    found = next((place for place in places if os.path.isdir(place)), None)
+    found = next((place for place in places if os.path.basename(place) == name and os.path.isdir(place)), None)
     self.state.best_model_checkpoint = found if all(all_objects(found is not None)) else None
 
 
