@@ -197,6 +197,7 @@ SPECIAL = {
     "sizes found by the run": (Plan.auto(TOTAL), {}, Cell("causal_lm", "callback", (1, 1), "none", "lsdp")),
     "worker processes": (None, {"dataloader_num_workers": 2}, Cell("causal_lm", "shim", (2,), "none", "lsdp")),
     "last batch dropped": (None, {"dataloader_drop_last": True}, Cell("causal_lm", "mixin", (2,), "script", "lsdp")),
+    "one rank": (Plan.from_batch_sizes([(6, 2)]), {}, Cell("causal_lm", "shim", (1,), "script", "lsdp")),
     "label smoothing": (None, {"label_smoothing_factor": 0.1}, Cell("causal_lm", "shim", (1, 1), "both", "ddp")),
 }
 
@@ -287,7 +288,7 @@ OTHER_PLANS = [
     ("causal_lm", "shim", 6, ((1, 2), "plan", "fsdp"), ((2,), "none", "lsdp")),
     ("sequence_classification", "callback", 3, ((2, 2), "none", "lsdp"), ((1, 2), "plan", "fsdp")),
     ("image_classification", "mixin", 4, ((2,), "both", "ddp"), ((1, 1), "script", "lsdp")),
-    (LOOP, SHIM, 3, ((1, 1), "none", "lsdp"), ((2,), "none", "ddp")),
+    (LOOP, SHIM, 3, ((1, 1), "none", "lsdp"), ((2,), "plan", "ddp")),
 ]
 
 
@@ -303,8 +304,8 @@ def test_resuming_under_another_plan_equals_one_process(workers, oracle, tmp_pat
 def all_interruptions(script: str) -> Iterator[tuple[int, Cell, Cell]]:
     """Step, cell before and cell after, for every two layouts with and without the script's accumulation.
 
-    Ways, strategies and the plans' accumulation take turns. The plain loop counts batches itself, and accelerate steps
-    its scheduler once a rank: it goes on with as many ranks, and as many micro-batches in the plan.
+    Ways, strategies and the plans' accumulation take turns. The plain loop goes on with as many ranks as before:
+    accelerate steps its scheduler once a rank.
     """
     ways = itertools.cycle([SHIM] if script == LOOP else WAYS)
     strategies = itertools.cycle(itertools.permutations(STRATEGIES, 2))
@@ -312,10 +313,8 @@ def all_interruptions(script: str) -> Iterator[tuple[int, Cell, Cell]]:
     plans[2] = itertools.cycle(itertools.product(("script", "both"), repeat=2))
     for (before, after), own in itertools.product(itertools.product(NODES, repeat=2), (1, 2)):
         (first, second), (accumulation, later), way = next(strategies), next(plans[own]), next(ways)
-        if script == LOOP:
-            later = accumulation
-            if sum(before) != sum(after):
-                continue
+        if script == LOOP and sum(before) != sum(after):
+            continue
         step = 4 if own == 2 else 3
         yield step, Cell(script, way, before, accumulation, first), Cell(script, way, after, later, second)
 
@@ -336,26 +335,33 @@ def test_resuming_under_any_plan_equals_one_process(workers, oracle, tmp_path, s
     assert not failures, "\n".join(failures)
 
 
+#: Script, way and ranks of each node. In processes of their own, a script decides what is imported first.
+LAUNCHES = [
+    *(Cell(script, way, (1, 1), "none", "lsdp") for script in TRAINER_SCRIPTS for way in WAYS),
+    Cell(LOOP, SHIM, (2,), "plan", "fsdp"),
+    Cell("sequence_classification", "shim", (1, 2), "both", "lsdp"),
+]
+DEFAULT_LAUNCH = Cell("causal_lm", "callback", (1, 1), "none", "lsdp")
+
+
 @pytest.mark.parametrize(
-    "cell",
-    [
-        Cell("causal_lm", "callback", (1, 1), "none", "lsdp"),
-        pytest.param(Cell("sequence_classification", "shim", (1, 2), "plan", "lsdp"), marks=pytest.mark.slow),
-        pytest.param(Cell("causal_lm", "mixin", (2,), "both", "fsdp"), marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "cell", [pytest.param(cell, marks=[pytest.mark.slow] * (cell != DEFAULT_LAUNCH)) for cell in LAUNCHES], ids=str
 )
 @pytest.mark.timeout(300)
-def test_real_launches_give_the_result_of_one_process(oracle, tmp_path, cell):
-    """By `accelerate launch`, one a node; here all nodes share the script's output folder."""
-    run = prepare(tmp_path, cell, {"log_level": "info", "save_strategy": "steps", "save_steps": 3})
+def test_launched_script_gives_the_result_of_one_process(oracle, tmp_path, cell):
+    """By `accelerate launch`, once a node; here all nodes share the script's output folder, checkpoints too."""
+    options = {"save_steps": 3}
+    if cell.script in ANY_ARGUMENT:
+        options.update(log_level="info", save_strategy="steps")
+    run = prepare(tmp_path, cell, options)
     if cell.way == SHIM:
         command = ["-m", "accelerate_lshdp.run", "--plan", run.plan, SCRIPTS / f"{cell.script}.py"]
     else:
         command = [tmp_path / f"{cell.script}.py"]
-    launched = {"nodes": cell.nodes, "launcher": "accelerate", "timeout": 140}
-    first = launch([*command, *run.command_line(0)], sum(cell.nodes), **launched)
-    assert first.returncode == 0, first.stderr[-6000:]
-    run.announced.write_text(json.dumps(announced_in(first.stderr)))
+    ranks = sum(cell.nodes)
+    result = launch([*command, *run.command_line(0)], ranks, nodes=cell.nodes, launcher="accelerate", timeout=140)
+    assert result.returncode == 0, result.stderr[-6000:]
     expected = oracle(cell.script, cell.script_accumulation)
+    announced = announced_in(result.stderr) if "log_level" in options else expected.announced
+    run.announced.write_text(json.dumps(announced))
     compare(outcome_of(run), expected)

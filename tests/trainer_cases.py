@@ -2,9 +2,9 @@
 """Runs the scripts in `trainer_scripts/`, which never mention this package, and reads what they leave behind.
 
 A run happens inside the pool's workers (transformers takes seconds to import), in three ways: by the shim, or with the
-one line that a user changes (`LSHDPTrainer`, `LSHDPCallback`). `one_process` is the oracle: the script, plain
-transformers and plain accelerate, with the total batch as its batch size. Only files are compared: the saved model,
-`trainer_state.json`, `train_results.json`, and the lines in which the Trainer says what it is going to do.
+one line that a user changes (`LSHDPTrainer`, `LSHDPCallback`). `start_alone` is the oracle: one process, plain
+transformers and plain accelerate, with the total batch as its batch size. What is compared is what users see: the
+saved model, `trainer_state.json`, `train_results.json`, and the lines in which the Trainer says what it will do.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ PARAMETER_TOLERANCE = 5e-6  # DESIGN, invariant 1, fp32
 LOG_TOLERANCE = 2e-6
 
 _COMMON = {
+    "samples": SAMPLES,
     "learning_rate": 3e-3,
     "weight_decay": 0.05,
     "adam_epsilon": ADAM_EPS,
@@ -46,16 +47,17 @@ _COMMON = {
     "warmup_steps": 3,
     "seed": 7,
 }
-_TRAINER = {"logging_steps": 1, "report_to": "none", "disable_tqdm": "True", "do_train": "True"}
+_TRAINER = {
+    "do_train": "True",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": "True",
+}
 #: What the user of each script says, but for batch size, accumulation and checkpoints.
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
-    "causal_lm": {
-        **_COMMON,
-        **_TRAINER,
-        "num_train_epochs": 2,
-        "save_strategy": "no",
-    },
-    "sequence_classification": {**_COMMON, **_TRAINER, "max_steps": 8, "save_strategy": "no"},
+    "causal_lm": {**_COMMON, **_TRAINER, "num_train_epochs": 2},
+    "sequence_classification": {**_COMMON, **_TRAINER, "max_steps": 8},
     "image_classification": {**_COMMON, "max_steps": 8},
     LOOP: {**_COMMON, "max_steps": 8},
 }
