@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 os.environ["HF_HOME"] = os.path.join(os.getcwd(), "own_home")
 
+{first}
 from {samples} import Samples  # beside the script
 import torch
 from huggingface_hub import constants
@@ -90,6 +91,8 @@ if __name__ == "__main__":
     main()
 """
 
+_OURS_FIRST = "from accelerate_lshdp import LSHDPAccelerator"  # then it is this package that imports accelerate
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -98,8 +101,8 @@ def folder(tmp_path: Path) -> Path:
     for place in (package, package.parent):
         (place / "samples.py").write_text(_SAMPLES)
     (package / "__init__.py").touch()
-    (package / "train.py").write_text(_SCRIPT.format(samples=".samples"))
-    (package.parent / "train.py").write_text(_SCRIPT.format(samples="samples"))
+    (package / "train.py").write_text(_SCRIPT.format(samples=".samples", first=_OURS_FIRST))
+    (package.parent / "train.py").write_text(_SCRIPT.format(samples="samples", first=""))
     Plan.from_batch_sizes(SIZES, strategy="lsdp").save(tmp_path / "plan.json")
     return tmp_path
 
