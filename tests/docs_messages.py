@@ -28,9 +28,10 @@ class Message:
     place: str
 
 
-def texts() -> list[str]:
-    """All texts in the source of the package, put together as Python does."""
-    return [text for _, tree in _modules() for node in ast.walk(tree) if (text := _text(node))]
+def texts() -> set[str]:
+    """All texts in the source of the package, put together as Python does; without short ones."""
+    found = {_text(node) for _, tree in _modules() for node in ast.walk(tree)}
+    return {text for text in found if text is not None and len(text) > 8}
 
 
 def messages() -> list[Message]:
@@ -66,7 +67,7 @@ def _modules() -> list[tuple[Path, ast.Module]]:
 
 
 def _of(node: ast.AST) -> Iterator[str]:
-    """The texts of a statement that raises, warns, or yields a mistake."""
+    """The texts of a node that raises, warns, or yields a mistake."""
     values: list[ast.expr] = []
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) not in _NOT_FOR_USERS:
         values = node.exc.args
