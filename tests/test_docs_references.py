@@ -124,6 +124,17 @@ def test_environment_variables_are_those_of_the_source():
     assert described == variables_in_source() | options
 
 
+def test_arguments_of_the_trainer_are_those_of_transformers():
+    """Read from the source of transformers: importing its Trainer takes seconds."""
+    folder = Path(importlib.util.find_spec("transformers").origin).parent
+    source = "".join(
+        (folder / name).read_text(encoding="utf-8") for name in ("training_args.py", "trainer_pt_utils.py")
+    )
+    for cells in tables("trainer.md")["What the arguments mean"]:
+        for argument in code_in(cells[0]):
+            assert re.search(rf"^    {argument.partition('=')[0]}: ", source, flags=re.MULTILINE), argument
+
+
 def quotes() -> list[str]:
     """The messages of troubleshooting.md: the code in the first column of its tables."""
     sections = {heading: rows for heading, rows in tables("troubleshooting.md").items() if heading != "First checks"}
