@@ -48,13 +48,14 @@ def install(plan: Plan | str | os.PathLike[str] | None = None) -> None:
     Raises:
         PlanError: the plan cannot be read.
     """
-    from accelerate_lshdp.backend import prepare_environment
+    from accelerate_lshdp.backend import join_launched_ranks, prepare_environment
     from accelerate_lshdp.run import replace_accelerator
 
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         os.environ[PLAN_VARIABLE] = plan.to_json()
-    prepare_environment()
+    if prepare_environment():
+        join_launched_ranks()
     replace_accelerator()
     correct_loaded_trainer()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, trainer
 
 from accelerate_lshdp.accelerator import LSHDPAccelerator
-from accelerate_lshdp.backend import prepare_environment
+from accelerate_lshdp.backend import join_launched_ranks, prepare_environment
 from accelerate_lshdp.plan import Plan
 
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# As early as a script can: the state of accelerate that TrainingArguments makes depends on it.
+# As early as a script can: the state of accelerate that TrainingArguments make depends on it.
 prepare_environment()
 
 
@@ -40,6 +40,8 @@ class LSHDPTrainerMixin(_Base):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
+        if prepare_environment():
+            join_launched_ranks()
         stock = trainer.Accelerator
         trainer.Accelerator = functools.partial(LSHDPAccelerator, plan=self._lshdp_plan)
         try:
