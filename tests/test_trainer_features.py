@@ -15,6 +15,7 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel, Trainer
 from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPAccelerator, LSHDPCallback, LSHDPTrainer, Plan
+from accelerate_lshdp.backend import join_launched_ranks
 
 
 SIZES = [(3, 2), (2, 1)]
@@ -132,6 +133,19 @@ def use_callback(folder: str, late: bool) -> str:
 def test_callback_makes_the_trainer_one_of_ours(workers: WorkerPools, tmp_path: Path) -> None:
     found = workers(2).run(use_callback, str(tmp_path), False, nodes=(1, 1))
     assert found == [f"{LSHDPAccelerator.__name__} [3, 1]"] * 2
+
+
+def join_late(folder: str) -> tuple[int, int, str]:
+    args = arguments(folder, use_cpu=False, max_steps=1)
+    alone = args.world_size
+    join_launched_ranks()
+    return alone, args.world_size, str(args.parallel_mode)
+
+
+def test_arguments_made_before_the_callback_learn_of_the_other_ranks(workers: WorkerPools, tmp_path: Path) -> None:
+    """As in a launch by accelerate, whose `use_cpu` does not reach the processes."""
+    found = workers(2).run(join_late, str(tmp_path), nodes=(1, 1), env={"ACCELERATE_USE_CPU": None})
+    assert found == [(1, 2, "ParallelMode.DISTRIBUTED")] * 2
 
 
 def test_callback_says_that_it_comes_too_late(workers: WorkerPools, tmp_path: Path) -> None:
