@@ -202,7 +202,9 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("case", SPECIAL)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "one rank")) for case in SPECIAL]
+)
 def test_special_cases_give_the_result_of_one_process(workers, oracle, tmp_path, case):
     plan, arguments, cell = SPECIAL[case]
     run = train(workers, tmp_path, cell, arguments, plan)

@@ -15,6 +15,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 BLOCK = 12
 
 
+class Progress:
+    """Optimizer steps, and where the run is in its data; saved with the checkpoints."""
+
+    def __init__(self) -> None:
+        self.step, self.epoch, self.batches = 0, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return vars(self).copy()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output_dir", required=True)
@@ -72,18 +85,18 @@ def main() -> None:
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    step, epoch, skip = 0, 0, 0
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
     if args.resume_from_checkpoint:
         accelerator.load_state(args.resume_from_checkpoint)
-        with open(os.path.join(args.resume_from_checkpoint, "progress.json")) as file:
-            step, epoch, skip = json.load(file)
     log = []
     model.train()
-    while step < args.max_steps:
-        loader.set_epoch(epoch)
-        batches = accelerator.skip_first_batches(loader, skip) if skip else loader
+    while progress.step < args.max_steps:
+        loader.set_epoch(progress.epoch)
+        batches = accelerator.skip_first_batches(loader, progress.batches) if progress.batches else loader
         losses = []
-        for index, batch in enumerate(batches, start=skip):
+        for batch in batches:
+            progress.batches += 1
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 losses.append(accelerator.gather_for_metrics(loss.detach().repeat(len(batch["labels"]))))
@@ -94,19 +107,15 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                step += 1
+                progress.step += 1
                 mean = torch.cat(losses).mean().item()
                 losses = []
-                log.append({"step": step, "loss": mean, "grad_norm": float(norm), "epoch": epoch})
-                if args.save_steps and step % args.save_steps == 0:
-                    folder = os.path.join(args.output_dir, f"checkpoint-{step}")
-                    accelerator.save_state(folder)
-                    if accelerator.is_local_main_process:
-                        with open(os.path.join(folder, "progress.json"), "w") as file:
-                            json.dump([step, epoch, index + 1], file)
-                if step == args.max_steps:
+                log.append({"step": progress.step, "loss": mean, "grad_norm": float(norm), "epoch": progress.epoch})
+                if args.save_steps and progress.step % args.save_steps == 0:
+                    accelerator.save_state(os.path.join(args.output_dir, f"checkpoint-{progress.step}"))
+                if progress.step == args.max_steps:
                     break
-        epoch, skip = epoch + 1, 0
+        progress.epoch, progress.batches = progress.epoch + 1, 0
 
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(
