@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_loader import EVALUATION
@@ -154,7 +155,7 @@ class Checkpointing(_Base):
         for prepared in self._prepared:
             prepared.parameters_loaded()
         self._restore_loaders(loaded)
-        self._warn_of_schedule_length(loaded)
+        self._move_schedules(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
@@ -233,11 +234,18 @@ class Checkpointing(_Base):
         for loader, state in zip(loaders, loaded.loaders, strict=True):
             loader.load_state_dict(state)
 
-    def _warn_of_schedule_length(self, loaded: LoadedCheckpoint) -> None:
+    def _move_schedules(self, loaded: LoadedCheckpoint) -> None:
         """accelerate steps a scheduler once a rank, so its position means another step under another world size."""
-        if loaded.world_size == self.num_processes or not self._schedulers or self.split_batches:
+        if loaded.world_size == self.num_processes or self.split_batches:
             return
-        if any(scheduler.step_with_optimizer for scheduler in self._schedulers):
+        stepped_by_ranks = [scheduler.scheduler for scheduler in self._schedulers if scheduler.step_with_optimizer]
+        for scheduler in stepped_by_ranks:
+            if isinstance(scheduler, LambdaLR):  # its rates depend on the position alone; all of transformers' are
+                scheduler.last_epoch = scheduler.last_epoch * self.num_processes // loaded.world_size
+                scheduler._last_lr = scheduler.get_lr()
+                for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+                    group["lr"] = rate
+        if not all(isinstance(scheduler, LambdaLR) for scheduler in stepped_by_ranks):
             logger.warning(
                 f"the checkpoint was saved by {loaded.world_size} ranks, this run has {self.num_processes}: a "
                 "scheduler is stepped once a rank in every optimizer step, so it goes on at another place of its "
