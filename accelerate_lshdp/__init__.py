@@ -15,16 +15,30 @@ __version__ = "0.1.0.dev0"
 _MODULE_OF = {
     "LSDPPlugin": "accelerate_lshdp.plugin",
     "LSHDPAccelerator": "accelerate_lshdp.accelerator",
+    "LSHDPCallback": "accelerate_lshdp.trainer.callback",
+    "LSHDPTrainer": "accelerate_lshdp.trainer.mixin",
+    "LSHDPTrainerMixin": "accelerate_lshdp.trainer.mixin",
     "Plan": "accelerate_lshdp.plan",
     "PlanError": "accelerate_lshdp.plan",
     "Strategy": "accelerate_lshdp.plan",
 }
-__all__ = ["LSDPPlugin", "LSHDPAccelerator", "Plan", "PlanError", "Strategy"]
+__all__ = [
+    "LSDPPlugin",
+    "LSHDPAccelerator",
+    "LSHDPCallback",
+    "LSHDPTrainer",
+    "LSHDPTrainerMixin",
+    "Plan",
+    "PlanError",
+    "Strategy",
+]
 
 if TYPE_CHECKING:
     from accelerate_lshdp.accelerator import LSHDPAccelerator
     from accelerate_lshdp.plan import Plan, PlanError, Strategy
     from accelerate_lshdp.plugin import LSDPPlugin
+    from accelerate_lshdp.trainer.callback import LSHDPCallback
+    from accelerate_lshdp.trainer.mixin import LSHDPTrainer, LSHDPTrainerMixin
 
 
 def __getattr__(name: str) -> Any:

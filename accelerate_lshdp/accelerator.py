@@ -30,19 +30,20 @@ from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
+from accelerate_lshdp.other_engines import (
+    fsdp_choices_without_effect,
+    refuse_other_engines,
+    switch_off_other_engines,
+)
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.planning.rebalancing import Decision
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
-from accelerate_lshdp.settings import (
-    BatchKeywords,
-    refuse_other_engines,
-    resolve_plan,
-    switch_off_other_engines,
-)
+from accelerate_lshdp.settings import BatchKeywords, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
+from accelerate_lshdp.trainer import correct_loaded_trainer
 
 
 logger = get_logger(__name__)
@@ -99,6 +100,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
         install_clean_exit()
+        correct_loaded_trainer()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint
         self._agree()
@@ -173,6 +175,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
         if self.policies.notice:
             logger.warning(self.policies.notice)
+        if unused := fsdp_choices_without_effect():
+            logger.warning(
+                f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
+                "places the parameters. Choose the units and the checkpointing in LSDPPlugin and in the model"
+            )
 
     def check_agreement(self, digest: str, what: str) -> None:
         """Raises RuntimeError on all ranks if ``digest`` differs between them (collective); ``what`` names it."""
@@ -213,6 +220,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         None before the first training batch, and for batches of no prepared loader.
         """
         return self._tracker.current
+
+    @property
+    def waiting_places(self) -> list[MicroBatchPlace]:
+        """The places of training batches that were fetched and not worked on yet; none in an evaluation pass."""
+        return [] if self._tracker.in_evaluation_pass else self._tracker.waiting
 
     # Evaluation
 

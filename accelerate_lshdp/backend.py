@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from accelerate.state import PartialState
 
 from accelerate_lshdp.engine.cpu_binding import settle_on_cores
 from accelerate_lshdp.engine.cpu_memory import keep_freed_memory
@@ -44,16 +43,34 @@ def prepare_environment() -> bool:
     return on_cpu
 
 
-def refuse_lonely_state() -> None:
-    """Raises RuntimeError if accelerate's state was made before, as one process, although several were launched.
+def _is_lonely() -> bool:
+    """Whether accelerate's state was made before, as one process, although several were launched.
 
     On CPUs ``PartialState()`` alone forms no group. Every rank would train for itself, without a word.
     """
+    from accelerate.state import PartialState  # here, because the shim needs this module while accelerate is imported
+
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    known = PartialState._shared_state.get("num_processes", launched)
-    if known == 1 and launched > 1:
+    return launched > 1 and PartialState._shared_state.get("num_processes", launched) == 1
+
+
+def refuse_lonely_state() -> None:
+    """Raises RuntimeError if accelerate's state was made before, as one process, although several were launched."""
+    if _is_lonely():
         raise RuntimeError(
             f"accelerate's state was made before the accelerator and knows of 1 process, but the launcher started "
-            f"WORLD_SIZE={launched}. Create the LSHDPAccelerator first, or PartialState(cpu=True), before anything "
-            "else of accelerate"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}. Create the LSHDPAccelerator first, or PartialState(cpu=True), "
+            "before anything else of accelerate"
         )
+
+
+def join_launched_ranks() -> None:
+    """Makes the state of a lonely CPU rank anew, in place: ``TrainingArguments`` that hold it see all ranks then.
+
+    Leaves it alone once an accelerator was made with it.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    if _is_lonely() and not AcceleratorState._shared_state:
+        PartialState._reset_state()
+        PartialState(cpu=True)

@@ -44,6 +44,11 @@ class BatchTracker:
         self._waiting.append((id(loader), place))
         self._last_evaluates = False
 
+    @property
+    def waiting(self) -> list[MicroBatchPlace]:
+        """The places of the batches that were fetched ahead, in order."""
+        return [place for _, place in self._waiting]
+
     def is_waiting(self, loader: Any) -> bool:
         """Whether a batch that this loader yielded was not worked on yet."""
         return any(owner == id(loader) for owner, _ in self._waiting)

@@ -12,14 +12,17 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate_lshdp.data import HeterogeneousDataLoader
+from accelerate_lshdp.data_loader import EVALUATION
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.checkpoint import (
     LoadedCheckpoint,
     NodeLayout,
     TrainingObjects,
     load_checkpoint,
+    load_models,
     save_checkpoint,
     save_model_file,
     stream_full_state,
@@ -152,7 +155,7 @@ class Checkpointing(_Base):
         for prepared in self._prepared:
             prepared.parameters_loaded()
         self._restore_loaders(loaded)
-        self._warn_of_schedule_length(loaded)
+        self._move_schedules(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
@@ -160,6 +163,16 @@ class Checkpointing(_Base):
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, loaded.path)
         return loaded
+
+    def load_models(self, input_dir: str | os.PathLike[str]) -> None:
+        """Gives the prepared models the parameters and buffers of a checkpoint, and changes nothing else (collective).
+
+        Raises:
+            RuntimeError: on all ranks, if there is no complete checkpoint on any node or its models are others.
+        """
+        load_models(input_dir, [self.unwrap_model(model) for model in self._models], self.node_layout)
+        for prepared in self._prepared:
+            prepared.parameters_loaded()
 
     def _restore_sizes(self, loaded: LoadedCheckpoint) -> None:
         """Goes on with the sizes, and what was learned of the ranks, if the checkpoint is of a run like this one."""
@@ -208,7 +221,8 @@ class Checkpointing(_Base):
         )
 
     def _positioned_loaders(self) -> list[HeterogeneousDataLoader]:
-        return [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
+        loaders = [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
+        return [loader for loader in loaders if loader.purpose != EVALUATION]
 
     def _restore_loaders(self, loaded: LoadedCheckpoint) -> None:
         loaders = self._positioned_loaders()
@@ -220,11 +234,18 @@ class Checkpointing(_Base):
         for loader, state in zip(loaders, loaded.loaders, strict=True):
             loader.load_state_dict(state)
 
-    def _warn_of_schedule_length(self, loaded: LoadedCheckpoint) -> None:
+    def _move_schedules(self, loaded: LoadedCheckpoint) -> None:
         """accelerate steps a scheduler once a rank, so its position means another step under another world size."""
-        if loaded.world_size == self.num_processes or not self._schedulers or self.split_batches:
+        if loaded.world_size == self.num_processes or self.split_batches:
             return
-        if any(scheduler.step_with_optimizer for scheduler in self._schedulers):
+        stepped_by_ranks = [scheduler.scheduler for scheduler in self._schedulers if scheduler.step_with_optimizer]
+        for scheduler in stepped_by_ranks:
+            if isinstance(scheduler, LambdaLR):  # its rates depend on the position alone; all of transformers' are
+                scheduler.last_epoch = scheduler.last_epoch * self.num_processes // loaded.world_size
+                scheduler._last_lr = scheduler.get_lr()
+                for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+                    group["lr"] = rate
+        if not all(isinstance(scheduler, LambdaLR) for scheduler in stepped_by_ranks):
             logger.warning(
                 f"the checkpoint was saved by {loaded.world_size} ranks, this run has {self.num_processes}: a "
                 "scheduler is stepped once a rank in every optimizer step, so it goes on at another place of its "

@@ -15,6 +15,7 @@ from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, prepare_data_load
 from accelerate.data_loader import skip_first_batches as stock_skip_first_batches
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_lshdp.data_checks import refuse_sharded_order
 from accelerate_lshdp.data_loader import HeterogeneousDataLoader
 from accelerate_lshdp.data_order import SampleOrder
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace
@@ -82,9 +83,11 @@ def prepare_loader(
     `use_seedable_sampler` only concerns `dispatch_batches=True` without batch sizes, where the loader is left to stock
     accelerate.
 
-    Raises ValueError for `dispatch_batches=True` with the plan's batch sizes, `in_order=False`, or `batch_size=None`
-    without a `BatchSampler`; ImportError if a StatefulDataLoader is asked for without torchdata.
+    Raises ValueError for `dispatch_batches=True` with the plan's batch sizes, a sampler that shards by rank,
+    `in_order=False`, or `batch_size=None` without a `BatchSampler`; ImportError if a StatefulDataLoader is asked for
+    without torchdata.
     """
+    refuse_sharded_order(loader)
     if dispatch_batches:
         if context.rank_batches is not None:
             raise ValueError(
@@ -149,8 +152,9 @@ def prepare_loader(
 def skip_first_batches(loader: DataLoader, num_batches: int | None = 0) -> DataLoader:
     """A loader for one pass that leaves out the first `num_batches` batches of this rank (in training: micro-batches).
 
-    None skips to the position that was restored, which may have been written under another plan. An explicit number
-    wins over a restored position. Any other loader than ours is left to stock accelerate.
+    None skips to the position that was restored, which may have been written under another plan. So does the number of
+    batches that a rank of the run that saved had read up to there; another number wins over a restored position. Any
+    other loader than ours is left to stock accelerate.
 
     Raises ValueError when the pass starts if the number falls inside a global batch, or here if it is None and no
     position was restored.

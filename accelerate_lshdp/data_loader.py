@@ -32,10 +32,11 @@ TRAINING, EVALUATION = "training", "evaluation"
 class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
-    Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator;
-    `len(loader)` and `total_batch_size` follow the same rule. An evaluation pass is that of stock accelerate. In a
-    training pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is
-    not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if loss tokens are counted).
+    Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
+    `purpose` says it (TRAINING or EVALUATION); `len(loader)` and `total_batch_size` follow the same rule. A pass for
+    evaluation is that of stock accelerate. In a training pass a batch is reported to the context, with its place, at
+    the moment it is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the
+    optimizer step, if loss tokens are counted).
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._skip_to: StartPoint | int | None = None
         self._passes: list[str] = []
         self.fetch_clock = FetchClock()
+        self.purpose: str | None = None
 
     # Position
 
@@ -85,6 +87,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
     @property
     def position(self) -> LoaderPosition:
         return LoaderPosition(self._progress.epoch, self._progress.samples)
+
+    @property
+    def has_restored_position(self) -> bool:
+        """Whether a position was loaded, and no training pass has begun since."""
+        return self._progress.restored
 
     @property
     def is_evaluating(self) -> bool:
@@ -218,14 +225,19 @@ class HeterogeneousDataLoader(DataLoaderShard):
         cuts = other._progress.current_pass
         self._progress.current_pass.follow(cuts, cuts.last_yielded if with_last else cuts.last_yielded + 1)
 
+    def _evaluates_next(self) -> bool:
+        """Whether a pass that starts now is an evaluation pass."""
+        return self._context.is_evaluation_pass() if self.purpose is None else self.purpose == EVALUATION
+
     def _in_evaluation(self) -> bool:
-        return self.is_evaluating if self._passes else self._context.is_evaluation_pass()
+        return self.is_evaluating if self._passes else self._evaluates_next()
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
-        skip = self._skip_to
-        if self._context.is_evaluation_pass():
+        if self._evaluates_next():
+            skip = self._skip_to
             return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
+        skip = self._training_skip()
         cut = self._cut()
         steps = cut.steps[self._context.rank]
         samples = len(self._source)
@@ -261,7 +273,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
     # Passes
 
     def __iter__(self) -> Iterator[Any]:
-        if self._context.is_evaluation_pass():
+        if self._evaluates_next():
             return self._evaluation_pass()
         return self._training_pass()
 
@@ -342,7 +354,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
             context.check_agreement(
                 f"{order} epoch {epoch} from {start.samples} cut {cut.sizes}/{cut.steps}",
                 "the samples of the first global batch of a training pass (give the sampler a generator with the same"
-                " seed on every rank, or a set_epoch, and the same dataset)",
+                " seed on every rank, or a set_epoch, and the same dataset; nothing may be divided by rank before)",
             )
 
         def remember_order(order: str) -> None:
@@ -379,7 +391,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
         if skip is None:
             return self._progress.start_point if self._progress.armed else StartPoint()
         steps = cut.steps[self._context.rank]
-        whole, rest = divmod(skip, steps)
+        start = self._training_skip()
+        whole, rest = (start.global_batches, 0) if isinstance(start, StartPoint) else divmod(skip, steps)
         # Asked of all ranks first, so that none waits for one that stops here.
         self._context.check_agreement(
             str(whole) if not rest else "inside a global batch", "the global batches that skip_first_batches skips"
@@ -389,7 +402,14 @@ class HeterogeneousDataLoader(DataLoaderShard):
                 f"found num_batches={skip}, which is inside a global batch ({steps} batches on this rank), expected a"
                 f" multiple of {steps}: {whole * steps} or {(whole + 1) * steps}."
             )
+        if isinstance(start, StartPoint):
+            return start
         return StartPoint(samples=whole * cut.total, global_batches=whole)
+
+    def _training_skip(self) -> StartPoint | int | None:
+        """What a training pass skips: the restored position, if the number is that of the run that saved it."""
+        known = isinstance(self._skip_to, int) and self._progress.counts_to_position(self._skip_to)
+        return self._progress.start_point if known else self._skip_to
 
     def _record(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
         progress = self._progress
@@ -406,10 +426,17 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
     def _say_sizes(self, cut: GlobalBatchCut) -> None:
-        own, first_pass = self._source.batch_size, self._progress.current_pass is None
-        planned = self._context.rank_batches is not None and cut.sizes != (own,) * self._context.world_size
-        if planned and first_pass:
+        context, source = self._context, self._source
+        if context.rank_batches is None or self._progress.current_pass is not None:
+            return
+        if source.own_batch_sampler is not None:
             logger.warning_once(
-                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={own} in training"
-                " passes; evaluation passes keep it."
+                f"The plan's batch sizes (global batch {cut}) replace the batches of {source.own_batch_sampler} in"
+                " training passes: its order of the samples is kept, how many it puts together (such as equal numbers"
+                " of tokens) is not."
+            )
+        elif cut.sizes != (source.batch_size,) * context.world_size:
+            logger.warning_once(
+                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={source.batch_size} in"
+                " training passes; evaluation passes keep it."
             )

@@ -47,6 +47,8 @@ class LoaderProgress:
     order: str | None = None
     generator_state: str | None = None
     """Of the user's generator, at the start of the pass; None: no pass is open, the generator itself tells."""
+    micro_batches: tuple[int, ...] = ()
+    """Of each rank in a global batch, in the run that read this far; empty if nothing was restored."""
     evaluation_passes: int = 0
     open_window: int = 0
     """Global batches in an optimizer step that the next pass goes on with."""
@@ -60,6 +62,10 @@ class LoaderProgress:
     @property
     def start_point(self) -> StartPoint:
         return StartPoint(self.samples, self.global_batches, self.reading, self.order)
+
+    def counts_to_position(self, batches: int) -> bool:
+        """Whether that many batches of some rank, in the run that saved, led to the restored position."""
+        return self.restored and batches in {self.global_batches * steps for steps in self.micro_batches}
 
     def start_epoch(self, epoch: int) -> None:
         """Forget the position in the epoch before."""
@@ -77,6 +83,7 @@ class LoaderProgress:
             "epoch": self.epoch,
             "samples": self.samples,
             "global_batches": self.global_batches,
+            "micro_batches": list(self.current_pass.initial.steps if self.current_pass else self.micro_batches),
             "evaluation_passes": self.evaluation_passes,
             "order": self.order,
             "worker_samples": list(self.reading.worker_samples) if self.reading else None,
@@ -91,12 +98,14 @@ class LoaderProgress:
         workers = state["worker_samples"]
         numbers = {name: state[name] for name in ("epoch", "samples", "global_batches", "evaluation_passes")}
         numbers["next_worker"] = state["next_worker"]
+        numbers.update({f"micro_batches[{i}]": count for i, count in enumerate(state["micro_batches"])})
         numbers.update({f"worker_samples[{i}]": count for i, count in enumerate(workers or [])})
         for name, value in numbers.items():
             if type(value) is not int or value < 0:
                 raise ValueError(f"found {name}={value!r} in a loader state, expected an integer >= 0.")
         self.start_epoch(state["epoch"])
         self.samples, self.global_batches = state["samples"], state["global_batches"]
+        self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
         self.order = state["order"]
         self.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None

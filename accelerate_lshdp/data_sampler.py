@@ -11,6 +11,7 @@ from typing import Any
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader
 
+from accelerate_lshdp.data_checks import own_batch_sampler
 from accelerate_lshdp.data_order import OPENING, SampleOrder, hash_indices
 from accelerate_lshdp.data_places import MicroBatchPlace, PlacedBatch, PlaceWriter
 from accelerate_lshdp.data_position import StartPoint
@@ -134,6 +135,7 @@ class MapSource:
         )
         self.batch_size = self.index_lists.batch_size
         self.drop_last = self.index_lists.drop_last
+        self.own_batch_sampler = own_batch_sampler(loader)
         self.dataset = loader.dataset
         self._seeds_samples = loader.num_workers > 0
         sampling = (

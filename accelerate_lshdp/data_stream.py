@@ -167,6 +167,7 @@ class StreamSource:
     """
 
     sampler = None
+    own_batch_sampler = None
 
     def __init__(
         self,

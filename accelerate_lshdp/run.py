@@ -5,29 +5,33 @@
     accelerate launch --config_file cfg.yaml -m accelerate_lshdp.run [--plan PLAN] -m package.module ARGS
 
 The script sees the arguments, ``__file__``, ``__main__``, ``sys.path[0]``, working directory and exit code that it
-would see without the shim, and a traceback begins in the script.
+would see without the shim, and a traceback begins in the script. Nothing large is imported before the script does it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import runpy
 import sys
 import types
-import warnings
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate_lshdp.backend import prepare_environment
-from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.after_import import after_import
+from accelerate_lshdp.other_engines import refuse_configured_engines
+from accelerate_lshdp.plan import PLAN_VARIABLE, Plan
+from accelerate_lshdp.trainer import install
 
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _USAGE_ERROR = 2
-_UNCAUGHT_EXCEPTION = 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: what follows ``-m accelerate_lshdp.run``; default: ``sys.argv[1:]``.
 
     Raises:
-        SystemExit: 2 for a plan or a script that cannot be read, 1 after an exception of the script, else what the
-            script exits with.
+        SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on.
+        BaseException: what the script raises.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,23 +52,44 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise FileNotFoundError(
                 f"there is no script {arguments.script!r} in {os.getcwd()!r}; name a Python file, or a module after -m"
             )
-    except (OSError, PlanError) as error:
+        refuse_configured_engines()
+    except (OSError, ValueError) as error:
         print(f"accelerate_lshdp.run: {error}", file=sys.stderr)
         sys.exit(_USAGE_ERROR)
-    prepare_environment()
-    replace_accelerator()
+    after_import("accelerate", change_accelerate)
     try:
         if arguments.module:
-            sys.argv = [arguments.script, *arguments.script_args]
-            runpy.run_module(arguments.script, run_name="__main__", alter_sys=True)
+            _run_module(arguments.script, arguments.script_args)
         else:
             _run_file(arguments.script, arguments.script_args)
-    except Exception as error:
-        # Called instead of raising further, which would put this file's frames on top of the user's; through the
-        # hook, because scripts may have installed their own.
-        error.__traceback__ = _without_own_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(_UNCAUGHT_EXCEPTION)
+    except SystemExit:
+        raise
+    except BaseException:
+        _hide_own_frames()
+        raise
+
+
+def change_accelerate() -> None:
+    """Makes every ``Accelerator``, ``PartialState`` and ``Trainer`` of this process right."""
+    install()
+    if os.environ.get("ACCELERATE_USE_CPU") == "true":
+        join_cpu_ranks()
+
+
+def join_cpu_ranks() -> None:
+    """Lets ``PartialState()`` be one of several CPU ranks; accelerate's would be alone, and stay so.
+
+    Scripts may make it before the accelerator, for example for its ``main_process_first``.
+    """
+    from accelerate import PartialState
+
+    initialise = PartialState.__init__
+
+    @functools.wraps(initialise)
+    def on_cpu(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        initialise(self, True, **kwargs)
+
+    PartialState.__init__ = on_cpu
 
 
 def use_plan(path: str) -> None:
@@ -83,21 +108,21 @@ def use_plan(path: str) -> None:
 def replace_accelerator() -> None:
     """Makes ``accelerate.Accelerator(...)`` return an `LSHDPAccelerator`, by whatever name the class was imported.
 
-    A subclass of the user's own stays what it is, and says so.
+    Creating an object of another subclass raises TypeError: it would train without the plan.
     """
     from accelerate import Accelerator
 
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
-
     def create(cls: type[Accelerator], *args: Any, **kwargs: Any) -> Accelerator:
+        # Not before: that module may be what imports accelerate just now.
+        from accelerate_lshdp.accelerator import LSHDPAccelerator
+
         if cls is Accelerator:
             return object.__new__(LSHDPAccelerator)  # type.__call__ then runs its __init__ with the same arguments
         if not issubclass(cls, LSHDPAccelerator):
-            warnings.warn(
-                f"{cls.__module__}.{cls.__qualname__} is a subclass of accelerate.Accelerator of your own, which "
-                "accelerate_lshdp.run does not replace: it trains without the plan. Derive it from "
-                "accelerate_lshdp.LSHDPAccelerator, or create accelerate.Accelerator itself",
-                stacklevel=2,
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__} is a subclass of accelerate.Accelerator, which cannot be "
+                "replaced: it would train without the plan. Derive it from accelerate_lshdp.LSHDPAccelerator, create "
+                "accelerate.Accelerator itself, or run the script without LSHDP"
             )
         return object.__new__(cls)
 
@@ -125,7 +150,7 @@ def _run_file(script: str, script_args: Sequence[str]) -> None:
     Not by ``runpy.run_path``, which takes the script's module away again when its last line has run, whereas exit
     handlers and threads of the script may still pickle what it defines.
     """
-    path = os.path.abspath(script)
+    path = os.path.join(os.getcwd(), script)
     sys.argv = [script, *script_args]
     if not _has_safe_path():
         sys.path[0] = os.path.dirname(os.path.realpath(script))
@@ -139,9 +164,31 @@ def _run_file(script: str, script_args: Sequence[str]) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
+def _run_module(name: str, script_args: Sequence[str]) -> None:
+    """``python -m NAME ARGS`` in this process: by the function that the interpreter itself calls for it.
+
+    ``runpy.run_module`` would, like ``run_path``, take the module away again.
+    """
+    sys.argv = [name, *script_args]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__dict__.update(__builtins__=__builtins__)
+    runpy._run_module_as_main(name)
+
+
 def _has_safe_path() -> bool:
     """Whether Python was told not to put the script's folder first on the path (``-P``, from 3.11 on; ``-I``)."""
     return bool(getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
+
+
+def _hide_own_frames() -> None:
+    """Lets the interpreter show the exception that is on its way out without the frames of this file."""
+    show = sys.excepthook  # scripts and torch set their own
+
+    def show_the_scripts(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        error.__traceback__ = _without_own_frames(traceback)
+        show(kind, error, error.__traceback__)
+
+    sys.excepthook = show_the_scripts
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:

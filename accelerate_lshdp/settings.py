@@ -11,15 +11,6 @@ from accelerate_lshdp.plan import Automatic, Plan
 from accelerate_lshdp.plugin import LSDPPlugin
 
 
-#: What accelerate's own launcher and plugins set for engines other than ours.
-_OTHER_ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "accelerate's ParallelismConfig",
-}
-_OTHER_KEYWORDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
-
-
 @dataclass(frozen=True, slots=True)
 class BatchKeywords:
     """What the accelerator's keywords say about batch sizes; None: left to the plan.
@@ -123,25 +114,3 @@ def _with_automatic(plan: Plan, keywords: BatchKeywords) -> Plan:
 
 def _micro_batches(batch_sizes: Sequence[Any]) -> list[tuple[int, int]]:
     return Plan.from_batch_sizes(batch_sizes, allow_unequal_accumulation=True).micro_batches
-
-
-def refuse_other_engines(keywords: dict[str, Any]) -> None:
-    """Raises ValueError if another engine is configured for the same model."""
-    given = [name for name in _OTHER_KEYWORDS if keywords.get(name) is not None]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)} cannot be combined with LSHDPAccelerator, which places parameters itself; choose a "
-            "strategy in the plan or in LSDPPlugin(strategy=...) instead"
-        )
-    configured = [name for name in _OTHER_ENGINES if os.environ.get(name, "false").lower() == "true"]
-    if configured:
-        raise ValueError(
-            f"{' and '.join(_OTHER_ENGINES[name] for name in configured)} is switched on by {', '.join(configured)}; "
-            "LSHDPAccelerator cannot share a model with it. Use a config file of `accelerate-lshdp config`"
-        )
-
-
-def switch_off_other_engines() -> None:
-    """Lets accelerate start without the engines that ``refuse_other_engines`` refused, so that ranks can meet."""
-    for name in _OTHER_ENGINES:
-        os.environ.pop(name, None)

@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 class Stepping(_Base):
     """The part of ``LSHDPAccelerator`` that trains."""
 
+    _given_share: float | None = None
+
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         place = self._tracker.take()
@@ -55,6 +57,18 @@ class Stepping(_Base):
                 yield
         finally:
             self._tracker.accumulating = False
+
+    @contextlib.contextmanager
+    def counting_losses(self, share: float) -> Iterator[None]:
+        """Losses inside count by this share in their step, instead of that of their batch; shares of ranks are summed.
+
+        For callers that know what their losses are means over, such as the Trainer.
+        """
+        self._given_share = share
+        try:
+            yield
+        finally:
+            self._given_share = None
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -173,6 +187,8 @@ class Stepping(_Base):
                 )
 
     def _share(self, place: MicroBatchPlace | None) -> float:
+        if self._given_share is not None:
+            return self._given_share
         weighting = LossWeighting(self.lsdp_plugin.loss_weighting)
         if weighting is LossWeighting.TOKENS and place is not None and place.window_start:
             counted = torch.tensor([float(place.window_tokens or 0)], dtype=torch.float64)

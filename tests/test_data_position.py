@@ -188,6 +188,20 @@ def test_skipping_to_the_restored_position_and_explicit_skips_win():
         new.resume()
 
 
+def test_a_number_of_the_run_that_saved_is_the_restored_position():
+    """Scripts count their own batches, and another plan may make more or fewer of a global batch."""
+    loaders = prepare(shuffled(), [(2, 2), (1, 1)])
+    _, state = stop_after(loaders, 3)
+    for counted in (6, 3):  # by rank 0 and by rank 1
+        new = prepare(shuffled(), [3, 2])
+        restore(new, state)
+        for loader in new:
+            loader.set_epoch(0)
+            resumed = skip_first_batches(loader, counted)
+            assert len(resumed) == 6
+            assert read(resumed)[0][1].first_sample == 15
+
+
 def test_skips_add_up():
     (loader,) = prepare(lambda: DataLoader(range(20), batch_size=4), [4])
     assert real(read(skip_first_batches(skip_first_batches(loader, 1), 2))) == list(range(12, 20))

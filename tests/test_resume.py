@@ -37,7 +37,6 @@ class Run:
     own_accumulation: int = 1
     num_workers: int = 0
     model: str = "vit"
-    schedule: bool = True
     communication: dict = field(default_factory=dict)  # keywords of the plan
 
     @property
@@ -59,7 +58,8 @@ def train(run: Run) -> tuple[dict, list[float], dict]:
     if run.dropout:
         model = _with_dropout(model)
     optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step * run.schedule))
+    ranks = accelerator.num_processes  # accelerate steps a scheduler once a rank
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + 0.1 * count / ranks))
     loader = DataLoader(
         case.dataset(SAMPLES, torch.float64),
         batch_size=4,
@@ -174,11 +174,9 @@ OTHER_PLANS = [
 def test_resuming_under_another_plan_equals_one_run(workers, tmp_path, first, second):
     (strategy, sizes, nodes), (strategy_, sizes_, nodes_) = first, second
     places = folders(tmp_path, max(nodes, nodes_, key=len))
-    # accelerate steps schedulers once a rank, so they cannot go on under another number of ranks; they stay constant.
-    settings = {"stop": 9, "schedule": False}
-    run = Run(strategy, sizes, nodes, places, save_at=4, communication=placing(strategy), **settings)
+    run = Run(strategy, sizes, nodes, places, stop=9, save_at=4, communication=placing(strategy))
     whole = workers(run.world_size).run(train, run, nodes=nodes)
-    other = Run(strategy_, sizes_, nodes_, places, resume=True, communication=placing(strategy_), **settings)
+    other = Run(strategy_, sizes_, nodes_, places, stop=9, resume=True, communication=placing(strategy_))
     resumed = workers(other.world_size).run(train, other, nodes=nodes_)
     for parameters, *_ in resumed:
         assert relative_error(parameters, whole[0][0]) <= 1e-12

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from accelerate_lshdp import Plan, backend, run
+from accelerate_lshdp.after_import import after_import
 from accelerate_lshdp.commands.main import main
 
 
@@ -20,6 +22,8 @@ TIMEOUT_SECONDS = 60
 
 # Prints all that a script can tell about how it was started, also after its last line.
 _STUB = """\
+import sys
+LARGE = sorted(set(sys.modules) & {"torch", "numpy", "accelerate", "transformers", "huggingface_hub"})
 import atexit, json, multiprocessing, os, pickle, sys
 from sibling import WORD
 
@@ -35,7 +39,7 @@ def still_main():
 
 facts = {
     "file": __file__, "name": __name__, "package": __package__, "spec": repr(__spec__), "cwd": os.getcwd(),
-    "loader": type(__loader__).__name__, "path0": sys.path[0], "sibling": WORD,
+    "loader": type(__loader__).__name__, "path0": sys.path[0], "sibling": WORD, "large": LARGE,
 }
 if __name__ == "__main__":
     atexit.register(lambda: print("at exit", json.dumps(still_main())))
@@ -45,8 +49,9 @@ if __name__ == "__main__":
 """
 
 _MODULE = """\
-import json, sys
+import atexit, json, sys
 from .sibling import WORD
+atexit.register(lambda: print(sys.modules["__main__"].__dict__ is globals()))
 print(json.dumps([sys.argv, __name__, __package__, __spec__.name, __file__, sys.path[0], WORD]))
 """
 
@@ -58,6 +63,13 @@ def fail():
         raise RuntimeError("a mistake of the script") from error
 
 fail()
+"""
+
+_USAGE = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, required=True)
+parser.parse_args()
 """
 
 
@@ -79,8 +91,7 @@ def _python(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[st
 @pytest.fixture
 def without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves accelerate in the test process as it is, where only the running of scripts is tested."""
-    monkeypatch.setattr(run, "replace_accelerator", lambda: None)
-    monkeypatch.setattr(run, "prepare_environment", lambda: False)
+    monkeypatch.setattr(run, "after_import", lambda package, function: None)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -92,12 +103,13 @@ def test_script_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
     (folder / "script.py").write_text(_STUB)
     (folder / "sibling.py").write_text("WORD = 'found beside the script'\n")
     (tmp_path / "link.py").symlink_to(folder / "script.py")  # path[0] is the folder of what a link points to
-    arguments = ["link.py", "--plan", "the script's", "-m", "--", "-x", ""]
+    arguments = ["./link.py", "--plan", "the script's", "-m", "--", "-x", ""]
 
     plain = _python(*arguments, cwd=tmp_path)
     shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
 
     assert plain.returncode == 0 and plain.stdout.count('"is main": true') == 2, plain.stderr
+    assert '"large": []' in plain.stdout  # so that a script's variables are there when libraries read them
     assert shim.stdout == plain.stdout, shim.stderr
     assert shim.returncode == 0
 
@@ -114,32 +126,42 @@ def test_module_sees_what_it_sees_without_the_shim(tmp_path: Path) -> None:
     shim = _python("-m", "accelerate_lshdp.run", *arguments, cwd=tmp_path)
 
     assert plain.returncode == 0 and "found in the package" in plain.stdout, plain.stderr
+    assert plain.stdout.endswith("True\n")
     assert shim.stdout == plain.stdout, shim.stderr
     assert shim.returncode == 0
 
 
 @pytest.mark.parametrize(
     "source",
-    [_RAISING, "1 +\n", "import sys; sys.exit('a message')", "raise SystemExit(3)", "import sys; sys.exit()"],
-    ids=["exception", "syntax error", "exit message", "exit code", "exit"],
+    [
+        *(_RAISING, "1 +\n", "raise BaseException('not even an Exception')"),
+        *("import sys; sys.exit('a message')", "raise SystemExit(3)", "exit()", _USAGE, None),
+    ],
+    ids=["exception", "syntax error", "base", "exit message", "exit code", "exit", "usage error", "no such module"],
 )
 @pytest.mark.usefixtures("without_accelerator")
 def test_exit_code_and_traceback_are_the_scripts(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    source: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(source)
-    plain = _python(script, cwd=tmp_path)
+    script.write_text(source or "")
+    started = ["-m", "no_such_package.script"] if source is None else [str(script)]
+    plain = _python(*started, cwd=tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
+    # What the interpreter does with it.
     code: object = 0
     try:
-        run.main([str(script)])
+        run.main(started)
     except SystemExit as exit_request:
         code = exit_request.code
-        if isinstance(code, str):  # the interpreter prints it and exits with 1
+        if isinstance(code, str):
             print(code, file=sys.stderr)
             code = 1
+    except BaseException:
+        code = 1
+        kind, error, traceback = sys.exc_info()
+        sys.excepthook(kind, error, traceback.tb_next)  # without the frame of this test
 
     assert (code or 0) == plain.returncode
     assert capfd.readouterr().err == plain.stderr  # the whole traceback, without a frame of the shim
@@ -150,12 +172,14 @@ def test_own_exception_hook_is_used(tmp_path: Path, capfd: pytest.CaptureFixture
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', error)\nraise ValueError('x')"
+        "import sys\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook', error, trace.tb_frame.f_code.co_filename)\n"
+        "raise ValueError('x')"
     )
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(ValueError) as caught:
         run.main([str(script)])
-    assert caught.value.code == 1
-    assert capfd.readouterr().out == "hook x\n"
+    sys.excepthook(caught.type, caught.value, caught.tb.tb_next)
+    assert capfd.readouterr().out == f"hook x {script}\n"
 
 
 @pytest.mark.usefixtures("without_accelerator")
@@ -186,6 +210,44 @@ def test_bad_input_is_one_line(
     assert "ACCELERATE_LSHDP_PLAN" not in os.environ
 
 
+@pytest.mark.usefixtures("without_accelerator")
+def test_another_engine_is_told_before_the_script_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('ran')")
+    for variable, engine in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM")):
+        monkeypatch.setenv(variable, "true")
+        with pytest.raises(SystemExit) as caught:
+            run.main([str(script)])
+        assert caught.value.code == 2
+        captured = capfd.readouterr()
+        assert f"{engine} is switched on by {variable}" in captured.err and captured.err.count("\n") == 1
+        assert captured.out == ""
+        monkeypatch.delenv(variable)
+
+
+def test_function_is_called_after_the_import_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = list(sys.meta_path)
+    (tmp_path / "watched.py").write_text("import colorsys\nNAMES = ['own']")
+    calls: list[list[str]] = []
+    after_import("watched", lambda: calls.append(sys.modules["watched"].NAMES))
+    try:
+        assert importlib.util.find_spec("watched").name == "watched"  # libraries ask so whether a package is there
+        assert importlib.util.find_spec("no_such_package") is None and calls == []
+
+        import watched
+
+        assert calls == [["own"]] and sys.meta_path == finders
+        importlib.reload(watched)
+        assert len(calls) == 1
+        after_import("watched", lambda: calls.append([]))  # has been imported
+        assert len(calls) == 2 and sys.meta_path == finders
+    finally:
+        sys.modules.pop("watched", None)
+
+
 def test_cpu_is_forced_only_without_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -207,7 +269,7 @@ def test_cpu_that_was_asked_for_is_kept_on_a_gpu_node(monkeypatch: pytest.Monkey
 
 
 _ACCELERATORS = """\
-import json, warnings
+import json
 import accelerate
 from accelerate.accelerator import Accelerator
 from transformers import Trainer, TrainingArguments
@@ -222,13 +284,13 @@ class Derived(LSHDPAccelerator):
 
 first = Accelerator(gradient_accumulation_steps=3, step_scheduler_with_optimizer=False)
 keywords = [first.gradient_accumulation_steps, first.step_scheduler_with_optimizer]
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    own, derived = Own(), Derived()
-    told = [str(warning.message) for warning in caught if "accelerate_lshdp.run" in str(warning.message)]
+try:
+    Own()
+except TypeError as error:
+    told = str(error)
 trainer = Trainer(torch.nn.Linear(2, 2), TrainingArguments(output_dir="out", report_to=[], use_cpu=True))
 print(json.dumps({
-    "types": [type(x).__name__ for x in (first, accelerate.Accelerator(), own, derived, trainer.accelerator)],
+    "types": [type(x).__name__ for x in (first, accelerate.Accelerator(), Derived(), trainer.accelerator)],
     "keywords": keywords,
     "batch sizes": first.plan.batch_sizes,
     "told": told,
@@ -244,10 +306,28 @@ def test_every_accelerator_is_ours(tmp_path: Path) -> None:
 
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert found["types"] == ["LSHDPAccelerator", "LSHDPAccelerator", "Own", "Derived", "LSHDPAccelerator"]
+    assert found["types"] == ["LSHDPAccelerator", "LSHDPAccelerator", "Derived", "LSHDPAccelerator"]
     assert found["keywords"] == [3, False]
     assert found["batch sizes"] == [4]
-    assert len(found["told"]) == 1 and "__main__.Own is a subclass" in found["told"][0]
+    assert "__main__.Own is a subclass" in found["told"] and "LSHDPAccelerator" in found["told"]
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2", "distributed_type DEEPSPEED"),
+        ("distributed_type: MEGATRON_LM\nmegatron_lm_config: {}", "distributed_type MEGATRON_LM"),
+        ("distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 2", "a parallelism_config"),
+    ],
+)
+def test_config_file_of_another_engine_is_refused(
+    section: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, script = tmp_path / "config.yaml", tmp_path / "script.py"
+    config.write_text(f"compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n{section}\n")
+    script.touch()
+    assert main(["launch", "--config_file", str(config), str(script)]) == 2
+    assert f"{told}, which cannot share a model with LSHDP" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

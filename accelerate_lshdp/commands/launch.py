@@ -160,6 +160,10 @@ def _read_config(file: Path) -> ClusterConfig:
     config = load_config_from_file(str(file))
     if not isinstance(config, ClusterConfig):
         raise ValueError(f"{file} is for {config.compute_environment}, expected LOCAL_MACHINE; {advice}")
+    engines = [f"distributed_type {name}" for name in ("DEEPSPEED", "MEGATRON_LM") if config.distributed_type == name]
+    engines += ["a parallelism_config"] if config.parallelism_config else []
+    if engines:
+        raise ValueError(f"{file} has {engines[0]}, which cannot share a model with LSHDP; {advice}")
     if not 0 <= config.machine_rank < config.num_machines or _local_ranks(config) < 1:
         raise ValueError(
             f"{file} has num_processes {config.num_processes}, num_machines {config.num_machines} and machine_rank"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from accelerate_lshdp.engine import checkpoint_rng
 from accelerate_lshdp.engine.checkpoint_contents import Contents, TrainingObjects, collect
@@ -36,7 +37,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     write_file,
 )
 from accelerate_lshdp.engine.checkpoint_model import stream_full_state
-from accelerate_lshdp.engine.checkpoint_restore import SavedTraining
+from accelerate_lshdp.engine.checkpoint_restore import SavedModels, SavedTraining
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile, save_model_file, stream_to_file
 from accelerate_lshdp.engine.checkpoint_transfer import bring_to_all_nodes, elect_writer, find_newest, warn_of
 
@@ -46,6 +47,7 @@ __all__ = [
     "NodeLayout",
     "TrainingObjects",
     "load_checkpoint",
+    "load_models",
     "newest_checkpoint",
     "save_checkpoint",
     "save_model_file",
@@ -163,13 +165,7 @@ def load_checkpoint(
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
-    root = Path(os.path.realpath(directory))
-    newest, problems = find_newest(root, layout)
-    if newest is None:
-        found = "\n".join(problems) if problems else "no node has any"
-        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
-    warn_of(problems, newest, layout)
-    path = bring_to_all_nodes(newest, root, layout)
+    path = _on_all_nodes(directory, layout)
     with failing_together(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
@@ -195,6 +191,29 @@ def load_checkpoint(
         same_plan=same_plan,
         rng_restored=rng_restored,
     )
+
+
+def load_models(directory: str | os.PathLike, models: list[nn.Module], layout: NodeLayout) -> None:
+    """Restores the models alone, as `load_checkpoint` does with the whole run (collective).
+
+    Raises:
+        RuntimeError: the same on all ranks, if there is no complete checkpoint or its models are others.
+    """
+    path = _on_all_nodes(directory, layout)
+    with failing_together(f"loading the models of checkpoint {path}"):
+        saved = SavedModels(path, models)
+    with failing_together(f"restoring the models of checkpoint {path}"):
+        saved.apply()
+
+
+def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout) -> Path:
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout)
+    if newest is None:
+        found = "\n".join(problems) if problems else "no node has any"
+        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
+    warn_of(problems, newest, layout)
+    return bring_to_all_nodes(newest, root, layout)
 
 
 def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:

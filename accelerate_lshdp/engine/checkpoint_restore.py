@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine import checkpoint_optimizer
@@ -22,71 +23,43 @@ from accelerate_lshdp.engine.checkpoint_shards import copy_into, laid_out_like, 
 from accelerate_lshdp.engine.checkpoint_tensors import SafetensorsReader, StoredTensors
 
 
-class SavedTraining:
-    """An opened checkpoint whose contents have been compared with the objects that they go to.
+class SavedModels:
+    """An opened checkpoint whose models have been compared with those that they go to.
 
     Args:
         folder: a complete checkpoint on this node.
-        objects: what will be restored.
-        layout: the place of this rank.
-        same_plan: whether tensors of single ranks are restored, too.
-        trust_checkpoint: whether pickles may be read. A pickle can run any code.
+        models: what will be restored.
 
     Raises:
-        ValueError: saying what of the checkpoint does not fit the objects.
-        PermissionError: for a pickle without `trust_checkpoint`.
+        ValueError: saying what of the checkpoint does not fit the models.
     """
 
-    def __init__(
-        self, folder: Path, objects: TrainingObjects, layout: NodeLayout, same_plan: bool, trust_checkpoint: bool
-    ) -> None:
+    def __init__(self, folder: Path, models: list[nn.Module]) -> None:
         self.folder = folder
         self.document = json.loads((folder / "training.json").read_bytes())
         self._steps: list[Callable[[], None]] = []
         self._shared = StoredTensors(SafetensorsReader(folder / "training.safetensors"))
-        self._ranks = SafetensorsReader(folder / "rank_tensors.safetensors")
-        self._check_counts(objects)
-        models = [ModelTensors.of(model) for model in objects.models]
-        for index, (model, saved) in enumerate(zip(models, self.document["models"], strict=True)):
+        self._check_count("models", len(models))
+        self._models = [ModelTensors.of(model) for model in models]
+        for index, (model, saved) in enumerate(zip(self._models, self.document["models"], strict=True)):
             self._check_model(index, model, saved)
-        names = checkpoint_optimizer.parameter_names([model.parameters for model in models])
-        for index, (optimizer, saved) in enumerate(zip(objects.optimizers, self.document["optimizers"], strict=True)):
-            reader = SafetensorsReader(folder / f"optimizer_{index}.safetensors")
-            self._steps.append(checkpoint_optimizer.check(optimizer, names, saved, reader).apply)
-        for scheduler, state in zip(objects.schedulers, self._value("schedulers"), strict=True):
-            self._steps.append(lambda scheduler=scheduler, state=state: scheduler.load_state_dict(state))
-        self._check_scaler(objects.scaler)
-        for index, (thing, saved) in enumerate(zip(objects.custom, self.document["custom"], strict=True)):
-            state = self._custom_state(index, thing, saved, trust_checkpoint)
-            self._steps.append(lambda thing=thing, state=state: thing.load_state_dict(state))
-        self.loaders: list[dict] = self._value("loaders")
-        self.extra: dict = self._value("extra")
-        self.extra_tensors: dict[str, torch.Tensor] = {}
-        if same_plan:
-            self._check_rank_tensors(models, objects.extra_tensors, layout.rank)
 
     def apply(self) -> None:
         """Restores the objects in place."""
         for step in self._steps:
             step()
 
-    def random_state(self, rank: int) -> dict[str, Any]:
-        """What `checkpoint_rng.capture` saw on `rank`."""
-        reader = StoredTensors(SafetensorsReader(self.folder / "random_states.safetensors"))
-        return decode(self.document["random_states"][rank], reader)
-
     def _value(self, key: str) -> Any:
         return decode(self.document[key], self._shared)
 
-    def _check_counts(self, objects: TrainingObjects) -> None:
-        for key in ("models", "optimizers", "schedulers", "custom"):
-            saved, current = len(self.document[key]), len(getattr(objects, key))
-            if saved != current:
-                what = "registered objects" if key == "custom" else key
-                raise ValueError(
-                    f"the checkpoint holds {saved} {what}, this run has {current}; prepare and register the same "
-                    "objects, in the same order, before loading"
-                )
+    def _check_count(self, key: str, current: int) -> None:
+        saved = len(self.document[key])
+        if saved != current:
+            what = "registered objects" if key == "custom" else key
+            raise ValueError(
+                f"the checkpoint holds {saved} {what}, this run has {current}; prepare and register the same "
+                "objects, in the same order, before loading"
+            )
 
     def _check_model(self, index: int, model: ModelTensors, saved: dict[str, Any]) -> None:
         reader = SafetensorsReader(self.folder / f"model_{index}.safetensors")
@@ -112,6 +85,50 @@ class SavedTraining:
         compare_names(f"modules of model {index} with extra state", set(saved["extra_state"]), set(model.modules))
         for name, state in decode(saved["extra_state"], self._shared).items():
             self._steps.append(lambda module=model.modules[name], state=state: module.set_extra_state(state))
+
+
+class SavedTraining(SavedModels):
+    """An opened checkpoint whose contents have been compared with the objects that they go to.
+
+    Args:
+        folder: a complete checkpoint on this node.
+        objects: what will be restored.
+        layout: the place of this rank.
+        same_plan: whether tensors of single ranks are restored, too.
+        trust_checkpoint: whether pickles may be read. A pickle can run any code.
+
+    Raises:
+        ValueError: saying what of the checkpoint does not fit the objects.
+        PermissionError: for a pickle without `trust_checkpoint`.
+    """
+
+    def __init__(
+        self, folder: Path, objects: TrainingObjects, layout: NodeLayout, same_plan: bool, trust_checkpoint: bool
+    ) -> None:
+        super().__init__(folder, objects.models)
+        self._ranks = SafetensorsReader(folder / "rank_tensors.safetensors")
+        for key in ("optimizers", "schedulers", "custom"):
+            self._check_count(key, len(getattr(objects, key)))
+        names = checkpoint_optimizer.parameter_names([model.parameters for model in self._models])
+        for index, (optimizer, saved) in enumerate(zip(objects.optimizers, self.document["optimizers"], strict=True)):
+            reader = SafetensorsReader(folder / f"optimizer_{index}.safetensors")
+            self._steps.append(checkpoint_optimizer.check(optimizer, names, saved, reader).apply)
+        for scheduler, state in zip(objects.schedulers, self._value("schedulers"), strict=True):
+            self._steps.append(lambda scheduler=scheduler, state=state: scheduler.load_state_dict(state))
+        self._check_scaler(objects.scaler)
+        for index, (thing, saved) in enumerate(zip(objects.custom, self.document["custom"], strict=True)):
+            state = self._custom_state(index, thing, saved, trust_checkpoint)
+            self._steps.append(lambda thing=thing, state=state: thing.load_state_dict(state))
+        self.loaders: list[dict] = self._value("loaders")
+        self.extra: dict = self._value("extra")
+        self.extra_tensors: dict[str, torch.Tensor] = {}
+        if same_plan:
+            self._check_rank_tensors(self._models, objects.extra_tensors, layout.rank)
+
+    def random_state(self, rank: int) -> dict[str, Any]:
+        """What `checkpoint_rng.capture` saw on `rank`."""
+        reader = StoredTensors(SafetensorsReader(self.folder / "random_states.safetensors"))
+        return decode(self.document["random_states"][rank], reader)
 
     def _check_scaler(self, scaler: Any | None) -> None:
         state = self._value("scaler")

@@ -1,0 +1,226 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What the Trainer assumes of equal batches, corrected: batches, steps, losses and logs.
+
+Each function below replaces the Trainer's method of its name for Trainers with an `LSHDPAccelerator`. Its first
+argument is the method as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer, trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from accelerate_lshdp.accelerator import LSHDPAccelerator
+from accelerate_lshdp.data_loader import EVALUATION, TRAINING, HeterogeneousDataLoader
+from accelerate_lshdp.trainer import checkpoints
+from accelerate_lshdp.trainer.losses import TrainerLosses
+from accelerate_lshdp.trainer.statistics import step_logs
+from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader
+from accelerate_lshdp.weighting import weigh
+
+
+def correct_trainer() -> None:
+    """Corrects `transformers.Trainer`, once.
+
+    Raises:
+        RuntimeError: this version of transformers has no such methods.
+    """
+    if getattr(Trainer, "_corrected_for_lshdp", False):
+        return
+    corrections = {function.__name__: function for function in (*_CORRECTIONS, *checkpoints.CORRECTIONS)}
+    missing = [name for name in corrections if not hasattr(Trainer, name)]
+    if missing:
+        raise RuntimeError(
+            f"found no {', '.join(missing)} in the Trainer of the installed transformers, expected it as in 5.23; "
+            "install that version"
+        )
+    for name, correction in corrections.items():
+        setattr(Trainer, name, _corrected(getattr(Trainer, name), correction))
+    trainer.skip_first_batches = functools.partial(checkpoints.skip_first_batches, trainer.skip_first_batches)
+    Trainer._corrected_for_lshdp = True
+
+
+def _corrected(original: Callable[..., Any], correction: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.accelerator, LSHDPAccelerator):
+            return correction(functools.partial(original, self), self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def losses_of(self: Trainer) -> TrainerLosses:
+    if not hasattr(self, "_lshdp_losses"):
+        self._lshdp_losses = TrainerLosses(self)
+    return self._lshdp_losses
+
+
+# Batches and steps
+
+
+def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    check_arguments(self)
+    self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+    # On the instance, so that a training_step of a subclass is covered too.
+    self.training_step = functools.partial(_training_step, self.training_step, self)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        del self.training_step
+
+
+@contextlib.contextmanager
+def _own_accumulation(self: Trainer) -> Iterator[None]:
+    """Inside, ``gradient_accumulation_steps`` is this rank's number of micro-batches in a step."""
+    planned = self.accelerator.plan.micro_batches
+    given = self.args.gradient_accumulation_steps
+    if planned is not None:
+        self.args.gradient_accumulation_steps *= planned[self.accelerator.process_index][1]
+    try:
+        yield
+    finally:
+        self.args.gradient_accumulation_steps = given
+
+
+def set_initial_training_values(original: Callable[..., Any], self: Trainer, args: Any, dataloader: Any) -> Any:
+    """Counts this rank's micro-batches, of a loader that could not tell yet that it will train."""
+    check_train_loader(self, dataloader)
+    _set_purpose(dataloader, TRAINING)
+    with _own_accumulation(self):
+        return original(args, dataloader)
+
+
+def _init_training_state(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    """Counts the micro-batches that this rank has had in the epoch."""
+    with _own_accumulation(self):
+        result = original(*args, **kwargs)
+    checkpoints.agree_on_best_checkpoint(self, self.args.output_dir)
+    return result
+
+
+def _run_epoch(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
+    with _own_accumulation(self):
+        original(*args, **kwargs)
+
+
+def _save(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
+    """Saves the arguments as the script gave them."""
+    now, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, _script_steps(self)
+    try:
+        original(*args, **kwargs)
+    finally:
+        self.args.gradient_accumulation_steps = now
+
+
+def _script_steps(self: Trainer) -> int:
+    """The script's own accumulation, in global batches."""
+    return self.accelerator.gradient_accumulation_steps if self.is_in_train else self.args.gradient_accumulation_steps
+
+
+def get_total_train_batch_size(original: Callable[..., Any], self: Trainer, args: Any) -> int:
+    planned = self.accelerator.plan.total_batch_size
+    return original(args) if planned is None else planned * _script_steps(self)
+
+
+def evaluation_loop(original: Callable[..., Any], self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    _set_purpose(dataloader, EVALUATION)
+    return original(dataloader, *args, **kwargs)
+
+
+def _set_purpose(dataloader: Any, purpose: str) -> None:
+    if isinstance(dataloader, HeterogeneousDataLoader):
+        dataloader.purpose = purpose
+
+
+def _get_train_sampler(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Groups samples of similar length in global batches, not in those of one rank."""
+    sampler = original(*args, **kwargs)
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size = self.get_total_train_batch_size(self.args)
+    return sampler
+
+
+# Losses
+
+
+def _training_step(
+    step: Callable[..., Any], self: Trainer, model: Any, inputs: Any, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """Weights the loss by this micro-batch's share, also the one that is logged: a mean over ranks is then exact."""
+    accelerator = self.accelerator
+    with accelerator.accumulate(model):
+        share = losses_of(self).share(accelerator.batch_place, num_items_in_batch)
+        with accelerator.counting_losses(share):
+            loss = step(model, inputs, num_items_in_batch)
+    return weigh(loss, share * accelerator.num_processes)
+
+
+def _get_num_items_in_batch(original: Callable[..., Any], self: Trainer, batch_samples: list, device: Any) -> Any:
+    if not batch_samples:
+        return original(batch_samples, device)
+    return losses_of(self).count_items(
+        lambda batches: original(batches, device), batch_samples, self.accelerator.waiting_places
+    )
+
+
+def _track_num_input_tokens(original: Callable[..., Any], self: Trainer, inputs: Any) -> None:
+    """Sums over ranks once a step: ranks may have different numbers of micro-batches."""
+    if self.args.include_num_input_tokens_seen == "no":
+        return
+    accelerator, before = self.accelerator, self.state.num_input_tokens_seen
+    accelerator.gather = lambda tokens: tokens
+    try:
+        original(inputs)
+    finally:
+        del accelerator.gather
+    place = accelerator.batch_place
+    own = 0 if place is not None and place.samples == 0 else self.state.num_input_tokens_seen - before
+    self._lshdp_tokens = getattr(self, "_lshdp_tokens", 0) + own
+    self.state.num_input_tokens_seen = before
+    if accelerator.sync_gradients:
+        tokens = torch.tensor(self._lshdp_tokens, dtype=torch.int64, device=self.args.device)
+        self.state.num_input_tokens_seen += int(accelerator.gather(tokens).sum())
+        self._lshdp_tokens = 0
+
+
+def _has_mixed_mesh_grads(original: Callable[..., Any], self: Trainer, model: Any) -> bool:
+    return False  # the accelerator's clipping spans all meshes
+
+
+# Logs
+
+
+def _finalize_training(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Averages the loss of the steps since the last log over ranks, as that of the others was."""
+    self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+    return original(*args, **kwargs)
+
+
+def log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    if "loss" in logs:
+        logs.update(step_logs(self.accelerator))
+    original(logs, *args, **kwargs)
+
+
+_CORRECTIONS = (
+    _inner_training_loop,
+    set_initial_training_values,
+    _init_training_state,
+    _run_epoch,
+    _save,
+    get_total_train_batch_size,
+    evaluation_loop,
+    _get_train_sampler,
+    _get_num_items_in_batch,
+    _track_num_input_tokens,
+    _has_mixed_mesh_grads,
+    _finalize_training,
+    log,
+)
