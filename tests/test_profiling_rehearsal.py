@@ -42,7 +42,10 @@ def test_all_ranks_rehearse_equally_long_and_in_time(speeds: list[float], larges
             assert 2 * taken * (plan.steps + 1) <= seconds * 1.01
         if plan.micro_batch_size < largest + 1 and plan.micro_batch_size > 1:
             # One more sample would take longer than what all ranks are given.
-            assert curve(plan.micro_batch_size + 1) > min(min(c.seconds[-1] for c in curves), seconds / (2 * (LEAST_STEPS + 1))) * 0.99
+            assert (
+                curve(plan.micro_batch_size + 1)
+                > min(min(c.seconds[-1] for c in curves), seconds / (2 * (LEAST_STEPS + 1))) * 0.99
+            )
 
 
 def a_rank(*, load: float = 0.0) -> MeasuredRank:

@@ -7,6 +7,7 @@ take turns. What only some cases need is imported when they begin: it counts in 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -162,11 +163,19 @@ class Rank:
             size = micro_batches[0][0]
             optimizer = self._optimizer(wrapped.parameters())
             self.trainings[name] = peers.PeerTraining(wrapped, optimizer, self.samples, size, timeline.span)
+            self._set_aside()
             return
         from accelerate_lshdp.benchmarking.trainings import Training, make_plan
 
         plan = make_plan(strategy, communication_dtype, micro_batches)
         self.trainings[name] = Training(plan, model, self._optimizer, self.samples, timeline)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Python's collector does not look through the trainings that wait for their turn while another one trains."""
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
     def train(self, *, name: str, steps: int) -> list[tuple[float, float]]:
         """Steps of one training: wall seconds (loading included) and this rank's loss of each."""
@@ -196,6 +205,7 @@ class Rank:
             training.close()
         self.timelines.pop(name, None)
         self.slowdowns.pop(name, None)
+        self._set_aside()
 
     # What the kernel counts
 

@@ -17,6 +17,8 @@ SMALLEST_BYTES = 1_000_000
 #: But a ring of n ranks sends a bucket in messages of 1/n, twice n - 1 of them one after the other, and each wakes a
 #: thread that may have to wait for a processor. So a message, not a bucket, has this part of the model.
 _MESSAGES = 48
+#: The first bucket is closed when it has this part of a full one: until then the network has nothing to do.
+_FIRST_PART = 0.25
 
 
 def default_bucket_bytes(parameters: Sequence[nn.Parameter], partners: int) -> int:
@@ -35,13 +37,15 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, p
 
     Args:
         parameters: the trainable ones, in the order of the model.
-        bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``.
+        bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``,
+            and a smaller first one.
         partners: ranks that sum a bucket between nodes.
 
     Returns:
         Buckets of one dtype and device each.
     """
     limit = default_bucket_bytes(parameters, partners) if bucket_bytes is None else bucket_bytes
+    first = _FIRST_PART * limit if bucket_bytes is None else limit
     buckets: list[list[int]] = []
     sizes: list[int] = []
     open_bucket: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -49,7 +53,7 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, p
         kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.dtype.itemsize
         place = open_bucket.get(kind)
-        if place is None or sizes[place] + size > limit:
+        if place is None or sizes[place] + size > limit or (place == 0 and sizes[place] >= first):
             place = open_bucket[kind] = len(buckets)
             buckets.append([])
             sizes.append(0)
