@@ -240,7 +240,7 @@ class Checkpointing(_Base):
             return
         stepped_by_ranks = [scheduler.scheduler for scheduler in self._schedulers if scheduler.step_with_optimizer]
         for scheduler in stepped_by_ranks:
-            if isinstance(scheduler, LambdaLR):  # its rates depend on the position alone; all of transformers' are
+            if isinstance(scheduler, LambdaLR):  # its rates depend on the position alone, as of most of transformers
                 scheduler.last_epoch = scheduler.last_epoch * self.num_processes // loaded.world_size
                 scheduler._last_lr = scheduler.get_lr()
                 for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):

@@ -2,7 +2,7 @@
 """What cannot be right in a Trainer's arguments with unequal batches, told before the first step.
 
 Engines that place parameters themselves (DeepSpeed, FSDP, Megatron-LM) are refused when the accelerator is made
-(``settings.refuse_other_engines``), samplers that shard by rank when their loader is prepared (``data_checks``).
+(``other_engines.refuse_other_engines``), samplers that shard by rank when their loader is prepared (``data_checks``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from accelerate.logging import get_logger
+
 from accelerate_lshdp.accelerator import LSHDPAccelerator
+from accelerate_lshdp.weighting import LossWeighting
 
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from transformers import Trainer
+
+logger = get_logger(__name__)
 
 
 def check_arguments(trainer: Trainer) -> None:
@@ -31,6 +36,16 @@ def check_arguments(trainer: Trainer) -> None:
     if found:
         text = found[0] if len(found) == 1 else "".join(f"\n  - {mistake}" for mistake in found)
         raise ValueError(f"{type(trainer).__name__} cannot train with LSHDP: {text}")
+
+
+def warn_of_weighting(trainer: Trainer) -> None:
+    """Says that a choice of ``loss_weighting`` has no effect."""
+    chosen = trainer.accelerator.lsdp_plugin.loss_weighting
+    if chosen is not LossWeighting.SAMPLE:
+        logger.warning(
+            f"loss_weighting={str(chosen)!r} has no effect in a Trainer, which finds on the first batches what its "
+            "loss is a mean over and weights it by that. Leave it out (LSDPPlugin, LSDP_LOSS_WEIGHTING)"
+        )
 
 
 def check_train_loader(trainer: Trainer, loader: DataLoader) -> None:
@@ -88,7 +103,29 @@ def _mistakes(trainer: Trainer) -> Iterator[str]:
             f"found {args.n_gpu} GPUs in one process, which the Trainer would use by torch.nn.DataParallel. Start one "
             "process a GPU, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"
         )
+    if args.save_only_model and args.load_best_model_at_end and accelerator.policies.is_sharded:
+        yield (
+            "found save_only_model=True with load_best_model_at_end=True, but the shards of strategy "
+            f"{accelerator.strategy} are loaded from the state that save_only_model leaves out. Leave one of them "
+            "out, or use strategy ddp"
+        )
+    yield from _mistakes_of_callbacks(trainer)
     yield from _mistakes_of_model(trainer)
+
+
+def _mistakes_of_callbacks(trainer: Trainer) -> Iterator[str]:
+    from accelerate_lshdp.trainer.callback import LSHDPCallback
+
+    plan = trainer.accelerator.plan
+    for callback in trainer.callback_handler.callbacks:
+        given = callback.plan if isinstance(callback, LSHDPCallback) else None
+        if given is not None and given.digest() != plan.digest():
+            yield (
+                f"found a plan in LSHDPCallback (strategy {given.strategy}, batch sizes {given.batch_sizes}) other "
+                f"than the accelerator's (strategy {plan.strategy}, batch sizes {plan.batch_sizes}), which the "
+                "Trainer had already or was given itself. Give the plan in one place, and create the callback before "
+                "the Trainer"
+            )
 
 
 def _mistakes_of_model(trainer: Trainer) -> Iterator[str]:

@@ -218,11 +218,11 @@ def run_trainer(folder: str, arguments: dict[str, Any], changes: dict[str, Any])
     Args:
         arguments: of `TrainingArguments`.
         changes: attributes to set before on the Trainer, its arguments ("args.NAME") or its model ("model.NAME");
-            "plan" is another plan than 3 + 1 samples, "loader" another class of Trainer.
+            "plan" is another plan than 3 + 1 samples, "callback" that of a callback, "loader" another Trainer.
     """
     from transformers import TrainingArguments
 
-    from accelerate_lshdp.trainer import LSHDPTrainer
+    from accelerate_lshdp.trainer import LSHDPCallback, LSHDPTrainer
 
     sharded = changes.pop("loader", None)
 
@@ -241,6 +241,8 @@ def run_trainer(folder: str, arguments: dict[str, Any], changes: dict[str, Any])
     )
     plan = changes.pop("plan", Plan.from_batch_sizes([3, 1], strategy="ddp"))
     trainer = trainer_class(model, args, train_dataset=Rows(), plan=plan)
+    if "callback" in changes:
+        trainer.add_callback(LSHDPCallback(changes.pop("callback")))
     for name, value in changes.items():
         owner, _, attribute = name.rpartition(".")
         setattr({"": trainer, "args": args, "model": model}[owner], attribute, value)
@@ -289,6 +291,16 @@ TOLD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("a DataLoader that was not prepared", "DistributedSampler"),
     ),
     "own sampler": ({}, {"loader": "sampler"}, ("found a DistributedSampler with num_replicas=2",)),
+    "best model without its state": (
+        {"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "no"},
+        {"plan": Plan.from_batch_sizes([3, 1], strategy="fsdp")},
+        ("found save_only_model=True with load_best_model_at_end=True", "Leave one of them out"),
+    ),
+    "callback with another plan": (
+        {},
+        {"callback": Plan.from_batch_sizes([2, 2], strategy="ddp")},
+        ("found a plan in LSHDPCallback (strategy ddp, batch sizes [2, 2])", "Give the plan in one place"),
+    ),
     "several mistakes": (
         {"average_tokens_across_devices": False, "auto_find_batch_size": True},
         {},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import accelerate
 import pytest
 from test_trainer_checkpoints import own_folder
 from trainer_runs import Sentences, arguments, collate, full_parameters, make_model, make_trainer
-from transformers import BertForSequenceClassification, GPT2LMHeadModel, Trainer
+from transformers import BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainerCallback
 from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPAccelerator, LSHDPCallback, LSHDPTrainer, Plan
@@ -57,6 +58,25 @@ def test_best_model_is_loaded_on_nodes_of_their_own(workers: WorkerPools, tmp_pa
     assert all(final.state_dict()[name].equal(value) for name, value in found["parameters"].items())
 
 
+def best_model_of_one_node(folder: str) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    for name in ("accelerate_lshdp.trainer", "accelerate_lshdp.trainer_checks"):
+        logging.getLogger(name).addHandler(handler)
+    options: dict[str, Any] = {"max_steps": 2, "load_best_model_at_end": True, "save_only_model": True}
+    for kind in ("eval", "save"):
+        options.update({f"{kind}_strategy": "steps", f"{kind}_steps": 1})
+    make_trainer(own_folder(folder), [6, 2], "gpt2", options).train()
+    return told
+
+
+def test_best_model_that_is_on_one_node_is_told(workers: WorkerPools, tmp_path: Path) -> None:
+    told, _ = workers(2).run(best_model_of_one_node, str(tmp_path), nodes=(1, 1), env={"LSDP_LOSS_WEIGHTING": "none"})
+    assert [text for text in told if "is not on every node" in text and "Leave save_only_model out" in text]
+    assert [text for text in told if "loss_weighting='none' has no effect in a Trainer" in text]
+
+
 def evaluations(folder: str, sizes: list[Any] | None, kind: str) -> list[float]:
     batch = {"per_device_eval_batch_size": 5 if sizes else 10, "per_device_train_batch_size": 1 if sizes else 8}
     trainer = make_trainer(folder, sizes, kind, {"max_steps": 2, **batch})
@@ -72,6 +92,33 @@ def test_evaluation_before_and_after_training(workers: WorkerPools, tmp_path: Pa
     [expected] = workers(1).run(evaluations, str(tmp_path), None, "rows", nodes=(1,))
     for found in workers(2).run(evaluations, str(tmp_path), [6, 2], "rows", nodes=(1, 1)):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class OwnEvaluation(TrainerCallback):
+    """Goes through a loader of the Trainer by itself, with the model left in train mode."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.rows = [len(batch["labels"]) for batch in self.trainer.get_eval_dataloader()]
+
+
+def evaluate_in_callback(folder: str) -> tuple[int, list[int]]:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 4}
+    callback = OwnEvaluation()
+    callback.trainer = make_trainer(folder, [6, 2], "gpt2", options)
+    callback.trainer.add_callback(callback)
+    callback.trainer.train()
+    resumed = make_trainer(folder, [6, 2], "gpt2", options)
+    resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2"))
+    return resumed.state.global_step, callback.rows
+
+
+def test_loaders_that_callbacks_evaluate_with_are_in_no_checkpoint(workers: WorkerPools, tmp_path: Path) -> None:
+    for steps, rows in workers(2).run(evaluate_in_callback, str(tmp_path), nodes=(2,)):
+        assert steps == 4 and set(rows) == {4}
 
 
 def train_twice(folder: str, strategy: str) -> tuple[int, float, float]:

@@ -29,10 +29,12 @@ class LSHDPCallback(TrainerCallback):
     Raises:
         PlanError: the plan cannot be read.
         RuntimeError: from ``train``, if the Trainer was created before.
+        ValueError: from ``train``, if the Trainer's accelerator has another plan.
     """
 
     def __init__(self, plan: Plan | str | os.PathLike[str] | None = None) -> None:
-        install(plan)
+        self.plan = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+        install(self.plan)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any, **kwargs: Any

@@ -89,6 +89,15 @@ def agree_on_best_checkpoint(self: Trainer, run_dir: str) -> None:
     self.state.best_model_checkpoint = found if all(all_objects(found is not None)) else None
 
 
+def warn_of_lost_best_checkpoint(self: Trainer) -> None:
+    state = self.state
+    if self.args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
+        logger.warning(
+            f"the best checkpoint, of step {state.best_global_step}, is not on every node, so the model stays that of "
+            "the last step. Leave save_only_model out: what it saves is on the main node alone"
+        )
+
+
 # Loading
 
 

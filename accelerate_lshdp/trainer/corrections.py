@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from accelerate_lshdp.data_loader import EVALUATION, TRAINING, HeterogeneousData
 from accelerate_lshdp.trainer import checkpoints
 from accelerate_lshdp.trainer.losses import TrainerLosses
 from accelerate_lshdp.trainer.statistics import step_logs
-from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader
+from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader, warn_of_weighting
 from accelerate_lshdp.weighting import weigh
 
 
@@ -67,6 +68,7 @@ def losses_of(self: Trainer) -> TrainerLosses:
 
 def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     check_arguments(self)
+    warn_of_weighting(self)
     self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
     # On the instance, so that a training_step of a subclass is covered too.
     self.training_step = functools.partial(_training_step, self.training_step, self)
@@ -139,6 +141,14 @@ def _set_purpose(dataloader: Any, purpose: str) -> None:
         dataloader.purpose = purpose
 
 
+def _get_dataloader(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Says what the loader is for: callbacks may use it too, and checkpoints keep positions of training alone."""
+    is_training = inspect.signature(original).bind(*args, **kwargs).arguments.get("is_training", False)
+    loader = original(*args, **kwargs)
+    _set_purpose(loader, TRAINING if is_training else EVALUATION)
+    return loader
+
+
 def _get_train_sampler(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Groups samples of similar length in global batches, not in those of one rank."""
     sampler = original(*args, **kwargs)
@@ -200,6 +210,7 @@ def _has_mixed_mesh_grads(original: Callable[..., Any], self: Trainer, model: An
 def _finalize_training(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Averages the loss of the steps since the last log over ranks, as that of the others was."""
     self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+    checkpoints.warn_of_lost_best_checkpoint(self)
     return original(*args, **kwargs)
 
 
@@ -217,6 +228,7 @@ _CORRECTIONS = (
     _save,
     get_total_train_batch_size,
     evaluation_loop,
+    _get_dataloader,
     _get_train_sampler,
     _get_num_items_in_batch,
     _track_num_input_tokens,
