@@ -281,7 +281,7 @@ def _as_in_a_new_process() -> Iterator[None]:
 
     # Where `__new__` has once been set, Python does not let a class be as it was without it.
     accelerate.Accelerator.__new__ = staticmethod(_new)
-    namespaces = [accelerate.Accelerator, transformers.Trainer, transformers.trainer]
+    namespaces = [accelerate.Accelerator, accelerate.PartialState, transformers.Trainer, transformers.trainer]
     before = [dict(vars(namespace)) for namespace in namespaces]
     argv, path, main, hook = list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook
     try:
