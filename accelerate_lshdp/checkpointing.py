@@ -216,6 +216,7 @@ class Checkpointing(_Base):
             extra={
                 "plan": self.plan.to_dict(),
                 "accelerate_step": self.step,
+                "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "automatic_sizes": None if self._sizing is None else self._sizing.state_dict(),
             },
         )

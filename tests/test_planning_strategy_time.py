@@ -208,8 +208,8 @@ MEASURED = [
     ("lshdp", "fp32", 1e9, AT_1_GB, 1.489), ("lshdp", "fp32", 250e6, AT_250_MB, 3.518),
     ("lshdp", "bf16", 1e9, AT_1_GB, 1.315), ("lshdp", "bf16", 250e6, AT_250_MB, 2.073),
 ]  # fmt: skip
-#: What profiling and timelines of that run said of each rank: seconds of 4, 8 and 16 samples, what sending adds, and the
-#: optimizer step, fused and plain.
+#: What profiling and timelines of that run said of each rank: seconds of 4, 8 and 16 samples, what sending adds, and
+#: the optimizer step, fused and plain.
 CURVES = [(0.358, 0.681, 1.381), (0.488, 0.963, 1.922), (0.634, 1.216, 2.373), (0.851, 1.629, 3.185)]
 LOADS = [0.166, 0.186, 0.217, 0.263]
 OPTIMIZER = {"fused": (0.010, 0.016, 0.020, 0.029), "plain": (0.058, 0.060, 0.060, 0.087)}

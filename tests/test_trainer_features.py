@@ -212,6 +212,31 @@ def test_resuming_with_another_total_is_refused(workers: WorkerPools, tmp_path: 
         assert "saved with global batches of 8 samples" in error.message and "this run has 9" in error.message
 
 
+def other_accumulation(folder: str) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    make_trainer(own_folder(folder), [6, 2], "gpt2", options).train()
+    options["gradient_accumulation_steps"] = 2
+    make_trainer(own_folder(folder), [6, 2], "gpt2", options).train(resume_from_checkpoint=True)
+
+
+def test_resuming_with_other_accumulation_is_refused(workers: WorkerPools, tmp_path: Path) -> None:
+    for error in workers(2).run(other_accumulation, str(tmp_path), nodes=(1, 1), expect_failure=True):
+        assert "saved with global batches of 8 samples" in error.message and "this run has 16" in error.message
+
+
+def train_equally(folder: str, resume: bool) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "per_device_train_batch_size": 4}
+    given = {"model": make_model("gpt2"), "args": arguments(folder, **options), "data_collator": collate}
+    trainer = LSHDPTrainer(**given, train_dataset=Sentences(53, "words"), plan=Plan.equal(strategy="ddp"))
+    trainer.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-2") if resume else None)
+
+
+def test_resuming_equal_batches_on_other_ranks_is_refused(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(train_equally, str(tmp_path), False, nodes=(2,))
+    (error,) = workers(1).run(train_equally, str(tmp_path), True, nodes=(1,), expect_failure=True)
+    assert "saved with global batches of 8 samples" in error.message and "this run has 4" in error.message
+
+
 def trap(folder: str) -> tuple[bool, float]:
     """A classification head on two ranks: whether the Trainer still takes it for one that uses the count, its loss."""
     trainer = make_trainer(folder, [3, 1], "rows", {"max_steps": 1, "logging_steps": 1})

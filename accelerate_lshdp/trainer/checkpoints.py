@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from accelerate_lshdp import data
 from accelerate_lshdp.data_loader import HeterogeneousDataLoader
+from accelerate_lshdp.engine.checkpoint import LoadedCheckpoint
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
 from accelerate_lshdp.plan import Plan
 
@@ -143,7 +144,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if _resumes_state(self):
         with _scheduler_registered(self):
             loaded = self.accelerator.load_state(os.path.join(checkpoint, STATE_FOLDER))
-        _refuse_other_total(self, loaded.extra["plan"])
+        _refuse_other_total(self, checkpoint, loaded)
     elif self.accelerator.policies.is_sharded:
         raise ValueError(
             f"found no folder {STATE_FOLDER!r} in {checkpoint}, so it was not saved with LSHDP, and strategy "
@@ -154,13 +155,20 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         original(checkpoint)
 
 
-def _refuse_other_total(self: Trainer, saved_plan: dict[str, Any]) -> None:
-    saved, now = Plan.from_dict(saved_plan).total_batch_size, self.accelerator.plan.total_batch_size
+def _refuse_other_total(self: Trainer, checkpoint: str, loaded: LoadedCheckpoint) -> None:
+    """Samples in an optimizer step: the plan's, or those of equal batches, times the script's own accumulation."""
+    saved = Plan.from_dict(loaded.extra["plan"]).total_batch_size
+    if saved is None:
+        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        saved = state.train_batch_size * loaded.world_size
+    saved *= loaded.extra["gradient_accumulation_steps"]
+    now = self.get_total_train_batch_size(self.args)
     if saved != now:
         raise ValueError(
-            f"the checkpoint was saved with global batches of {saved} samples (None: the loader's own), this run has "
-            f"{now}. The Trainer counts its epochs in steps, so it would go on at another place in the data: resume "
-            "with a plan of the same total, or train from the checkpoint's weights (from_pretrained)"
+            f"the checkpoint was saved with global batches of {saved} samples (those of an optimizer step), this run "
+            f"has {now}. The Trainer counts its epochs in steps, so it would go on at another place in the data: "
+            "resume with a plan of the same total and as many accumulation steps, or train from the checkpoint's "
+            "weights (from_pretrained)"
         )
 
 
