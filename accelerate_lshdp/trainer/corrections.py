@@ -70,12 +70,17 @@ def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any
     check_arguments(self)
     warn_of_weighting(self)
     self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
+    # Anew: a second training may have another model or loss.
+    self._lshdp_losses, self._lshdp_tokens = TrainerLosses(self), 0
     # On the instance, so that a training_step of a subclass is covered too.
+    given = vars(self).get("training_step")
     self.training_step = functools.partial(_training_step, self.training_step, self)
     try:
         return original(*args, **kwargs)
     finally:
         del self.training_step
+        if given is not None:
+            self.training_step = given
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ logger = get_logger(__name__)
 
 #: A first batch may fit several answers, as one whose rows all have as many labels; later ones will not.
 _MOST_TRIALS = 10
-#: Relative difference of losses that are taken for equal.
-_EQUAL = 1e-4
+#: Relative difference of losses that are taken for equal; in bf16 and fp16 a product is off by up to 1/256 and 1/2048.
+_EQUAL, _EQUAL_IN_LOW_PRECISION = 1e-4, 1e-2
 
 
 class Composition(Enum):
@@ -71,7 +71,9 @@ class LossTrials:
         several = self._trainer.accelerator.num_processes > 1 or self._trainer.args.gradient_accumulation_steps > 1
         if self._uses_count is None and several:
             once, twice = self._losses((batch, items), (batch, 2 * items))
-            answers = {answer for answer in all_objects(_is_divided(once, twice)) if answer is not None}
+            answers = {
+                answer for answer in all_objects(_is_divided(once, twice, self._tolerance)) if answer is not None
+            }
             if answers:
                 self._uses_count = True in answers
                 if not self._uses_count:
@@ -135,9 +137,17 @@ class LossTrials:
             expected = sum(loss * count for loss, count in zip(losses, counts, strict=True))
             if kind is not Composition.SUM:
                 expected /= max(1, sum(counts))
-            if abs(expected - whole) <= _EQUAL * abs(whole):
+            if abs(expected - whole) <= self._tolerance * abs(whole):
                 fitting.add(kind)
         return fitting
+
+    @property
+    def _tolerance(self) -> float:
+        low = (torch.bfloat16, torch.float16)
+        is_low = self._trainer.accelerator.mixed_precision != "no" or any(
+            parameter.dtype in low for parameter in self._trainer.model.parameters()
+        )
+        return _EQUAL_IN_LOW_PRECISION if is_low else _EQUAL
 
     @torch.no_grad()
     def _losses(self, *cases: tuple[Any, Any]) -> list[float]:
@@ -157,13 +167,13 @@ class LossTrials:
         return [loss.float().mean().item() for loss in losses]
 
 
-def _is_divided(once: float, twice: float) -> bool | None:
+def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:
     """Whether the second loss is half of the first; None if they tell nothing, as losses of 0 and NaN."""
     if once == 0 or not math.isfinite(once):
         return None
-    if abs(once - twice) <= _EQUAL * abs(once):
+    if abs(once - twice) <= tolerance * abs(once):
         return False
-    if abs(once - 2 * twice) > 1e-2 * abs(once):
+    if abs(once - 2 * twice) > max(tolerance, 1e-2) * abs(once):
         logger.warning_once(
             f"the loss is {once:.6g}, and {twice:.6g} for twice the number of items: only a part of it is divided by "
             "num_items_in_batch. The rest (an auxiliary loss?) counts the same on every rank, whatever its batch "
