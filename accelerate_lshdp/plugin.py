@@ -88,7 +88,8 @@ class LSDPPlugin:
             ``shared_memory`` (CPU: one copy of both, in memory that all of them map), ``collectives``, or ``auto``
             (default): shared memory on CPUs.
         bucket_megabytes: size of the gradient buckets of whole parameters (``ddp``; on CPUs also ``lsdp`` and
-            ``group_sharding``). Default: a twelfth of the model, from 1 to 25.
+            ``group_sharding``). Default: N/48 of the model for N ranks that sum it
+            between nodes (a ring sends N-ths), from 1 to 25.
         loss_weighting: ``sample`` (losses are means over samples; default), ``tokens`` (over tokens) or ``none``.
         token_counter: counts the loss tokens of a batch, for ``tokens``. Default: labels other than -100 after the
             model's shift.
