@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from training_cases import collate, image_dataset, image_loss, tiny_vit
 from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.planning import plan_fixed_total
-from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks
+from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks, session
 from accelerate_lshdp.profiling.alone import LoneRank
+from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.network import all_reduce_sizes
 from accelerate_lshdp.profiling.probing import with_margin
+from accelerate_lshdp.profiling.rank_session import RankSession
+from accelerate_lshdp.profiling.rehearsal import Rehearsal
 from accelerate_lshdp.profiling.subject import Samples, fresh, output_loss
 
 
@@ -392,3 +396,35 @@ def test_the_optimizer_follows_the_model() -> None:
     after = list(subject.model.parameters())
     assert all(parameter.grad is None for parameter in after)
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def rehearsed_plans(loads: list[list[float]]) -> tuple[list[int], float]:
+    """This rank's sizes in each rehearsal of a plan for 8 samples, and the load that it kept.
+
+    Args:
+        loads: of each rank, what its rehearsals find, in turn.
+    """
+    sizes: list[int] = []
+
+    def rehearse(self: RankSession, rehearsal: Rehearsal, sender: Any) -> list[float]:
+        sizes.append(rehearsal.micro_batch_size)
+        return []
+
+    def learn(alone: MeasuredRank, size: int, seconds: list[float]) -> MeasuredRank:
+        return replace(alone, communication_load_seconds=loads[alone.rank][len(sizes) - 1])
+
+    clock, accelerator = Clock(), an_accelerator()
+    options = ProfilingOptions(strategy="lsdp", max_batch=7, total_batch_size=8)
+    before = RankSession.rehearse, session.learn_from_steps
+    RankSession.rehearse, session.learn_from_steps = rehearse, learn
+    try:
+        ranks = profile_ranks(a_subject(clock.loss, clock), options, accelerator, clock=clock).ranks
+    finally:
+        RankSession.rehearse, session.learn_from_steps = before
+    return sizes, ranks[accelerator.process_index].communication_load_seconds
+
+
+def test_the_plan_of_a_known_total_is_rehearsed_until_it_repeats(workers) -> None:
+    # In its first rehearsal rank 0 turns out to be slow. Then it has one sample and waits, and its load does not show.
+    found = workers(2).run(rehearsed_plans, [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], nodes=(1, 1))
+    assert found == [([4, 1], 1.0), ([4, 7], 0.0)]

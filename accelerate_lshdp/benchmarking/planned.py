@@ -95,7 +95,7 @@ class Knowledge:
             ),
             shared_memory=self.shared_memory and not case.is_peer,
         )
-        # What sending takes of a rank is in `handling`, too. Plain PyTorch steps parameter by parameter.
+        # What sending takes of a rank is in `handling` and `load_seconds`. Plain PyTorch steps parameter by parameter.
         slower = self.plain_optimizer if case.is_peer else 1.0
         profiles = [
             replace(rank, communication_load_seconds=0.0, optimizer_seconds=rank.optimizer_seconds * slower).profile()

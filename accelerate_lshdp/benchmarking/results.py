@@ -41,7 +41,7 @@ def run_benchmark(
     for cluster, nodes in config.clusters.items():
         for model in config.models:
             say(f"cluster {cluster}, model {model}")
-            launch = partial(make_launch, nodes, config.threads, in_process)  # of the crews that it is given
+            launch = partial(make_launch, nodes, config.threads, in_process)  # takes the crews
             benchmark = ClusterBenchmark(config, cluster, model, launch, say)
             cases += [measurement.to_dict() for measurement in benchmark.run()]
     wall_seconds = time.monotonic() - started

@@ -115,7 +115,8 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "--total-batch-size",
         type=_count,
         metavar="B",
-        help="the global batch that you will plan: no larger micro-batches are measured than a cut of it can have",
+        help="the global batch that you will plan: its plan is rehearsed, and micro-batches that no cut of it "
+        "can have are left out",
     )
 
 

@@ -289,7 +289,9 @@ class _Run:
             return self._with_ranks(profile, self._learn(session, alone, rehearsal))
         learned: MeasuredRank | None = None
         rehearsed: set[tuple[int, ...]] = set()
-        while sizes not in rehearsed and len(rehearsed) < _MOST_PLANS and (not rehearsed or self._left() > 0):
+        while sizes is not None and sizes not in rehearsed and len(rehearsed) < _MOST_PLANS:
+            if rehearsed and self._left() <= 0:
+                break
             rehearsed.add(sizes)
             size = sizes[alone.rank]
             found = self._learn(session, alone, Rehearsal(size, LEAST_STEPS))
