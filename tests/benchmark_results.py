@@ -48,6 +48,7 @@ def make_case(strategy: str, network: str = "1 Gb/s", **changes: Any) -> dict[st
         "peak_pss_bytes": [int(1e9 + 1e7 * size * (2 if is_peer else 1)) for size in sizes],
         "peak_rank_bytes": [int(1e9 + 1e7 * size) for size in sizes],
         "predicted_seconds": None if is_peer else step * 1.03,
+        "slowdown": 1.01,
         "losses": _losses(step, wobble=0.0 if dtype == "fp32" else 0.02),
         "timeline": None if is_peer else [_timeline(seconds, step) for seconds in compute],
         "error": None,

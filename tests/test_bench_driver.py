@@ -17,7 +17,9 @@ from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS
 from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
+from accelerate_lshdp.benchmarking.speed_check import Speed
 from accelerate_lshdp.emulated_cluster import NetworkDescription
+from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.reporting import read_results
 
 
@@ -69,7 +71,8 @@ class PretendedLaunch:
 
     def call(self, method: str, *, crew: str = ENGINE, timeout: float = 60, **arguments: Any) -> list[Any]:
         assert crew in self.crews
-        assert ("torch_" in arguments.get("name", "")) == (crew == PEERS) or method in ("build", "peak_bytes")
+        named = method not in ("build", "peak_bytes", "check_speed")
+        assert ("torch_" in arguments.get("name", "")) == (crew == PEERS) or not named
         self.calls.append((method, arguments.get("name", "")))
         self.fail(method, arguments)
         return [getattr(self, f"_{method}")(**arguments)] * 2
@@ -239,3 +242,32 @@ def test_the_meter_keeps_the_peak_of_each_node_and_says_what_it_could_not_read()
     with pytest.raises(RankError, match="memory could not be read: no such process"):
         with MemoryMeter(broken):
             pass
+
+
+class KnowsTheSpeed:
+    """In place of `Knowledge`: a step takes a second at the speed that was profiled."""
+
+    curves = [TimeCurve((1, 4), (0.1, 0.4))] * 2
+
+    def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed) -> float:
+        return speed.slowdown
+
+
+def test_speeds_are_checked_before_every_turn_and_predictions_follow_them() -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    # In its second network the machine is half as fast.
+    launch._check_speed = lambda sizes, is_peer: [(0.4 if launch.network == "1000" else 0.8, 0.1)] * 2
+    config = BenchmarkConfig.from_dict(DOCUMENT)
+    benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
+
+    def learn(launch: PretendedLaunch) -> None:
+        benchmark._measure_formats(launch)
+        benchmark._knowledge = KnowsTheSpeed()
+
+    benchmark._learn = learn
+    results = [measurement.to_dict() for measurement in benchmark.run()]
+    turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
+    assert turns == ["check_speed", "train", "train"] * (3 * 3 * 2)
+    assert [result["error"] for result in results] == [None] * 6
+    assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+    assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)

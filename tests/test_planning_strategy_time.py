@@ -106,6 +106,30 @@ def test_gradients_overlap_with_the_backward() -> None:
         predict("lsdp", model=replace(MODEL, ready_bytes=(80e6,)), profiles=profiles)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "copied", "exchanges"),
+    [
+        # Units are gathered twice, the root once; all are reduced.
+        ("fsdp", (1, 1), 3 * 60e6 + 2 * 20e6, 3 * 4 + 2),
+        ("torch_fsdp", (1, 1), 3 * 60e6 + 2 * 20e6, 3 * 4 + 2),
+        ("zero2", (1, 1), 2 * 60e6 + 2 * 20e6, 2 * 4 + 2),
+        ("torch_hsdp", (1, 1), 3 * 80e6, 3 * 5),
+        ("lsdp", (1, 1), 0, 0),
+        ("ddp", (1, 1), 0, 0),
+        # Two ranks of a node copy the same units, each for itself.
+        ("torch_hsdp", (2, 2), 2 * 3 * 80e6, 2 * 3 * 5),
+    ],
+)
+def test_units_are_copied_and_prepared_where_parameters_are_shared(
+    strategy: str, nodes: tuple[int, ...], copied: float, exchanges: int
+) -> None:
+    free = predict(strategy, nodes, link=FREE).seconds
+    costs = {"copies": Handling(copy_seconds_per_byte=1e-9), "units": Handling(seconds_per_unit=1e-3)}
+    taken = {name: predict(strategy, nodes, link=FREE, handling=(cost,) * 2).seconds for name, cost in costs.items()}
+    assert taken["copies"] - free == pytest.approx(copied * 1e-9, abs=1e-9)
+    assert taken["units"] - free == pytest.approx(exchanges * 1e-3, abs=1e-9)
+
+
 def test_measured_loads_make_backwards_longer_in_place_of_handling() -> None:
     handling = (Handling(seconds_per_byte=1e-8),) * 2
     predicted = predict("lsdp", load_seconds=[0.2, 0.1], handling=handling)
@@ -167,7 +191,7 @@ def test_handling_delays_the_slow_node_only() -> None:
     assert predicted.ranks[1].communication_seconds > 0.2
     assert predicted.ranks[0].communication_seconds == 0
     assert 1.2 + 0.3 <= predicted.seconds <= 1.2 + 0.32 + 0.08
-    assert Handling(1.0, 2.0, 3.0).on(0.5) == Handling(2.0, 4.0, 6.0)
+    assert Handling(1.0, 2.0, 3.0, 4.0, 5.0).on(0.5) == Handling(2.0, 4.0, 6.0, 8.0, 10.0)
 
 
 def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:

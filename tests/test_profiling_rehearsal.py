@@ -39,12 +39,12 @@ def test_all_ranks_rehearse_equally_long_and_in_time(speeds: list[float], larges
     times = [curve(plan.micro_batch_size) for curve, plan in zip(curves, plans, strict=True)]
     for curve, plan, taken in zip(curves, plans, times, strict=True):
         if plan.micro_batch_size > 1:
-            assert 2 * taken * (plan.steps + 1) <= seconds * 1.01
+            assert 3 * taken * (plan.steps + 1) <= seconds * 1.01
         if plan.micro_batch_size < largest + 1 and plan.micro_batch_size > 1:
             # One more sample would take longer than what all ranks are given.
             assert (
                 curve(plan.micro_batch_size + 1)
-                > min(min(c.seconds[-1] for c in curves), seconds / (2 * (LEAST_STEPS + 1))) * 0.99
+                > min(min(c.seconds[-1] for c in curves), seconds / (3 * (LEAST_STEPS + 1))) * 0.99
             )
 
 
@@ -65,21 +65,39 @@ def a_rank(*, load: float = 0.0) -> MeasuredRank:
     )
 
 
-def test_longer_steps_are_a_load_on_each() -> None:
-    learned = learn_from_steps(a_rank(), 2, [2.25, 2.26, 2.25, 2.9])
+def test_what_sending_adds_is_a_load_on_each_step() -> None:
+    learned = learn_from_steps(a_rank(), 2, [(2.0, 2.25), (2.01, 2.26), (1.99, 2.25), (2.0, 2.9)])
     assert learned.communication_load_seconds == pytest.approx(0.255)
     assert learned == a_rank(load=learned.communication_load_seconds)
 
 
-def test_shorter_steps_scale_the_curve() -> None:
-    learned = learn_from_steps(a_rank(), 2, [1.8, 1.8, 1.81, 1.79])
+def test_a_machine_whose_speed_changed_scales_the_curve_and_not_the_load() -> None:
+    # From one pair to the next everything takes half as long again; neighbours differ by the same 0.3 s.
+    learned = learn_from_steps(a_rank(), 2, [(2.4, 2.7), (2.4, 2.7), (2.4, 2.7), (2.5, 2.8), (3.6, 3.9)])
+    assert learned.communication_load_seconds == pytest.approx(0.3)
+    assert learned.time.seconds == pytest.approx((1.2, 4.8))
+    assert learned.bucket_ready[0].seconds == pytest.approx((0.6, 2.4))
+    faster = learn_from_steps(a_rank(), 2, [(1.6, 1.9)] * 4)
+    assert faster.time.seconds == pytest.approx((0.8, 3.2))
+    assert faster.communication_load_seconds == pytest.approx(0.3)
+
+
+def test_steps_that_are_shorter_with_sending_scale_the_curve_to_them() -> None:
+    learned = learn_from_steps(a_rank(), 2, [(2.0, 1.8), (2.0, 1.8), (2.02, 1.81), (2.0, 1.79)])
     assert learned.time.seconds == pytest.approx((0.9, 3.6)) and learned.communication_load_seconds == 0
     assert learned.bucket_ready[0].seconds == pytest.approx((0.45, 1.8))
 
 
-@pytest.mark.parametrize("seconds", [[1.2, 2.9, 1.4, 3.0], [2.0, 2.0, 2.0], [2.4, 1.9, 2.1, 1.8]])
-def test_differences_that_chance_makes_change_nothing(seconds: list[float]) -> None:
-    assert learn_from_steps(a_rank(), 2, seconds) == a_rank()
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)],
+        [(2.0, 2.0)] * 3,
+        [(2.0, 2.4), (2.4, 1.9), (1.8, 2.1), (2.0, 1.8)],
+    ],
+)
+def test_differences_that_chance_makes_change_nothing(steps: list[tuple[float, float]]) -> None:
+    assert learn_from_steps(a_rank(), 2, steps) == a_rank()
 
 
 class BusyReduction(ExactReduction):

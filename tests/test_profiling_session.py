@@ -406,11 +406,11 @@ def rehearsed_plans(loads: list[list[float]]) -> tuple[list[int], float]:
     """
     sizes: list[int] = []
 
-    def rehearse(self: RankSession, rehearsal: Rehearsal, sender: Any) -> list[float]:
+    def rehearse(self: RankSession, rehearsal: Rehearsal, sender: Any) -> list[tuple[float, float]]:
         sizes.append(rehearsal.micro_batch_size)
         return []
 
-    def learn(alone: MeasuredRank, size: int, seconds: list[float]) -> MeasuredRank:
+    def learn(alone: MeasuredRank, size: int, steps: list[tuple[float, float]]) -> MeasuredRank:
         return replace(alone, communication_load_seconds=loads[alone.rank][len(sizes) - 1])
 
     clock, accelerator = Clock(), an_accelerator()

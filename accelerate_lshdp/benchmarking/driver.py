@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import FULL_PRECISION
@@ -14,8 +15,9 @@ from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
 from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS, Launch
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
-from accelerate_lshdp.benchmarking.planned import Format, Knowledge, micro_batches_of, read_formats
+from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads, micro_batches_of, read_formats
 from accelerate_lshdp.benchmarking.rank_processes import RankError
+from accelerate_lshdp.benchmarking.speed_check import check_sizes, speed_of
 from accelerate_lshdp.emulated_cluster import ClusterError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cluster_model import ModelSize
@@ -56,6 +58,8 @@ class ClusterBenchmark:
         self._say = say
         self._knowledge: Knowledge | None = None
         self._formats: dict[str, Format] = {}
+        # Of each case, what the ranks told when their speed was checked before its turns.
+        self._checks: dict[str, list[Any]] = defaultdict(list)
         self._size: ModelSize | None = None
         nodes = [node.ranks for node in config.clusters[cluster]]
         self._ranks = sum(nodes)
@@ -140,8 +144,21 @@ class ClusterBenchmark:
             model=self._size,
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],
-            plain_optimizer=median(launch.call("plain_optimizer", crew=launch.crews[-1], timeout=BUILD_SECONDS)),
+            overheads=self._measure_overheads(launch, ENGINE),
+            plain_overheads=self._measure_overheads(launch, PEERS) if PEERS in launch.crews else Overheads(),
         )
+
+    def _measure_overheads(self, launch: Launch, crew: str) -> Overheads:
+        told = launch.call("measure_overheads", crew=crew, timeout=BUILD_SECONDS, is_peer=crew == PEERS)
+        return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
+
+    def _check_speed(self, launch: Launch, measurement: Measurement) -> None:
+        """How fast the ranks are at present, in the processes that train the case."""
+        if self._knowledge is None:
+            return
+        arguments = {"sizes": check_sizes(self._knowledge.curves), "is_peer": measurement.case.is_peer}
+        told = launch.call("check_speed", crew=_crew(measurement), timeout=BUILD_SECONDS, **arguments)
+        self._checks[measurement.name].append(told)
 
     # Measuring
 
@@ -158,6 +175,7 @@ class ClusterBenchmark:
                 for measurement in cases[first:] + cases[:first]:
                     self._attempt(measurement, lambda m: self._take_turn(launch, m))
         for measurement in cases:
+            self._predict(measurement)
             self._attempt(measurement, lambda m: self._end(launch, m))
 
     def _measure_alone(self, measurements: Sequence[Measurement]) -> None:
@@ -177,6 +195,7 @@ class ClusterBenchmark:
                         with launch.as_described(self.config.networks[measurement.network]):
                             for _ in range(self.config.rounds):
                                 self._take_turn(launch, measurement)
+                        self._predict(measurement)
                         self._end(launch, measurement)
             if meter is not None:
                 peaks = launch.call("peak_bytes", crew=crew)
@@ -193,13 +212,6 @@ class ClusterBenchmark:
             most = max(steps for _, steps in measurement.micro_batches)
             wire_bytes = self._formats[case.communication_dtype].wire_bytes
             measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most, wire_bytes)
-            if self._knowledge is not None:
-                try:
-                    measurement.predicted_seconds = self._knowledge.predicted_seconds(
-                        case, measurement.micro_batches, measurement.network
-                    )
-                except ValueError as error:  # sizes that the file gives may be larger than those that were measured
-                    self._say(f"{measurement.name} is not predicted: {error}")
         launch.call(
             "begin",
             crew=_crew(measurement),
@@ -212,8 +224,23 @@ class ClusterBenchmark:
             ranks_per_node=measurement.nodes[0],
         )
 
+    def _predict(self, measurement: Measurement) -> None:
+        """The step at the speed that the machine had when the case took its turns."""
+        checks = self._checks[measurement.name]
+        if self._knowledge is None or not checks:
+            return
+        speed = speed_of(checks, self._knowledge.curves, measurement.nodes)
+        measurement.slowdown = speed.slowdown
+        try:
+            measurement.predicted_seconds = self._knowledge.predicted_seconds(
+                measurement.case, measurement.micro_batches, measurement.network, speed
+            )
+        except ValueError as error:  # sizes that the file gives may be larger than those that were measured
+            self._say(f"{measurement.name} is not predicted: {error}")
+
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
         """Some steps that do not count, then those that do, as many as there is time for."""
+        self._check_speed(launch, measurement)
         steps = self.config.steps
         if self.config.uncounted_steps:
             spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))

@@ -48,6 +48,7 @@ class Measurement:
     peak_pss_bytes: list[int] | None = None
     peak_rank_bytes: list[int] | None = None
     predicted_seconds: float | None = None
+    slowdown: float | None = None
     error: str | None = None
 
     @property
@@ -124,6 +125,7 @@ class Measurement:
             "peak_pss_bytes": self.peak_pss_bytes,
             "peak_rank_bytes": self.peak_rank_bytes,
             "predicted_seconds": self.predicted_seconds,
+            "slowdown": self.slowdown,
             # JSON has no NaN; a diverged case must not cost the results of all others
             "losses": [[seconds, step, loss if isfinite(loss) else None] for seconds, step, loss in self.losses],
             "timeline": self.timeline,

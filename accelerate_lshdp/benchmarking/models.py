@@ -28,6 +28,16 @@ def build_model(description: Mapping[str, Any], seed: int) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**arguments)).train()
 
 
+def narrowed(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model with as many parameters, which are small."""
+    small = dict(description)
+    if description["kind"] == "vit":
+        small["hidden_size"] = small["intermediate_size"] = 4 * description.get("num_attention_heads", 12)
+    else:
+        small["n_embd"] = small["n_inner"] = 4 * description.get("n_head", 12)
+    return small
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Its transformer blocks, which everybody shards one by one."""
     return list(model.vit.layers if hasattr(model, "vit") else model.transformer.h)

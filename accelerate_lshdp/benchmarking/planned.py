@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, Case, equal_sizes
+from accelerate_lshdp.benchmarking.speed_check import Speed
 from accelerate_lshdp.emulated_cluster.description import NetworkDescription, NodeDescription
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.curves import RankProfile, TimeCurve
 from accelerate_lshdp.planning.network import Link, ring_all_reduce
 from accelerate_lshdp.planning.step_simulation import Processors
-from accelerate_lshdp.planning.strategies import collectives_of, strategy_traits
+from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
 from accelerate_lshdp.planning.strategy_time import predict_step
 from accelerate_lshdp.profiling.documents import Profile
 from accelerate_lshdp.profiling.measured import Network
@@ -41,6 +43,21 @@ class Format:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """What FSDP2 takes of one core beside computing and sending (`overheads`).
+
+    Args:
+        copy_seconds_per_byte: of a unit's parameters or gradients, to or from the buffer in which they travel.
+        seconds_per_unit: of a unit that is gathered or reduced, whatever its size, with all messages.
+        optimizer_seconds: of an optimizer step, whose parameters are shards.
+    """
+
+    copy_seconds_per_byte: float = 0.0
+    seconds_per_unit: float = 0.0
+    optimizer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Knowledge:
     """What was measured before training.
 
@@ -51,7 +68,7 @@ class Knowledge:
         model: its size.
         formats: by name, those that the benchmark compares.
         shared_memory: whether node-sharded strategies use shared memory inside nodes.
-        plain_optimizer: how many times as long the optimizer step takes in plain PyTorch, which does not fuse it.
+        overheads, plain_overheads: of this package's processes and of plain PyTorch's.
     """
 
     nodes: Sequence[NodeDescription]
@@ -60,7 +77,13 @@ class Knowledge:
     model: ModelSize
     formats: Mapping[str, Format]
     shared_memory: bool
-    plain_optimizer: float = 1.0
+    overheads: Overheads = Overheads()
+    plain_overheads: Overheads = Overheads()
+
+    @property
+    def curves(self) -> list[TimeCurve]:
+        """Of the ranks, as profiled."""
+        return [rank.time for rank in self.profile.ranks]
 
     def batches(self, case: Case, total: int, network: str) -> list[tuple[int, int]]:
         """The plan for a case: (micro-batch size, accumulation steps) of each rank.
@@ -79,43 +102,72 @@ class Knowledge:
         )
         return [tuple(entry) for entry in planned.micro_batches]
 
-    def predicted_seconds(self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str) -> float:
-        """The step that the cost model predicts for a case on a network."""
+    def predicted_seconds(
+        self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str, speed: Speed
+    ) -> float:
+        """The step that the cost model predicts for a case on a network, at the machine's speed at that time.
+
+        Raises:
+            ValueError: a micro-batch is larger than measured.
+        """
         described, measured = self.networks[network]
         format = self.formats[case.communication_dtype]
-        cores = [node.cpu for node in self.nodes]
+        overheads = self.plain_overheads if case.is_peer else self.overheads
+        handling = self._under_load(format.handling)
+        if _has_units(case):
+            handling = replace(
+                handling,
+                seconds_per_collective=0.0,  # it is in those of a unit
+                copy_seconds_per_byte=overheads.copy_seconds_per_byte,
+                seconds_per_unit=overheads.seconds_per_unit,
+            )
         cores_of_rank = os.cpu_count() / sum(node.ranks for node in self.nodes)  # the nodes share this machine
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
-            handling=tuple(self._under_load(format.handling).on(share) for share in cores),
+            handling=tuple(handling.on(node.cpu / speed.slowdown) for node in self.nodes),
             processors=tuple(
                 Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, node.ranks * cores_of_rank)
                 for node in self.nodes
             ),
             shared_memory=self.shared_memory and not case.is_peer,
         )
-        # What sending takes of a rank is in `handling` and `load_seconds`. Plain PyTorch steps parameter by parameter.
-        slower = self.plain_optimizer if case.is_peer else 1.0
-        profiles = [
-            replace(rank, communication_load_seconds=0.0, optimizer_seconds=rank.optimizer_seconds * slower).profile()
-            for rank in self.profile.ranks
-        ]
         predicted = predict_step(
             case.strategy,
-            profiles,
+            self._profiles(case, speed),
             micro_batches,
             replace(self.model, ready_bytes=self.profile.bucket_bytes),
             cluster,
             communication_dtype=case.communication_dtype,
             wire_bytes=format.wire_bytes,
-            load_seconds=self._loads(case),
+            optimizer_shares=[1.0] * len(micro_batches),
+            load_seconds=self._loads(case, speed),
         )
         # Ranks of the engine tell each other at the end of a backward what they measured: a small all-reduce.
         told = measured.all_reduce.latency_seconds if not case.is_peer and len(cluster.nodes) > 1 else 0.0
         return float(predicted.seconds + told)
 
-    def _loads(self, case: Case) -> list[float]:
+    def _profiles(self, case: Case, speed: Speed) -> list[RankProfile]:
+        """The ranks at their speed, with the optimizer step that they do under a strategy.
+
+        What sending takes of them is in the cluster's `handling` and in `_loads`.
+        """
+        traits = strategy_traits(case.strategy)
+        sizes = group_sizes(traits, [node.ranks for node in self.nodes])
+        groups = [size for size, node in zip(sizes, self.nodes, strict=True) for _ in range(node.ranks)]
+        cores = [node.cpu / node.ranks for node in self.nodes for _ in range(node.ranks)]
+        overheads = self.plain_overheads if case.is_peer else self.overheads
+        profiles = []
+        for place, rank in enumerate(self.profile.ranks):
+            # Plain PyTorch steps parameter by parameter, which its own check has measured.
+            whole = speed.optimizer_seconds[place] if case.is_peer else speed.slowdown * rank.optimizer_seconds
+            unwrapping = speed.slowdown * overheads.optimizer_seconds / cores[place] if _has_units(case) else 0.0
+            seconds = whole / groups[place] + unwrapping
+            slower = rank.slowed_down(speed.slowdown)
+            profiles.append(replace(slower, communication_load_seconds=0.0, optimizer_seconds=seconds).profile())
+        return profiles
+
+    def _loads(self, case: Case, speed: Speed) -> list[float]:
         """What sending adds to each rank's backward: as rehearsed in full precision, in proportion to its cost."""
         nodes = [node.ranks for node in self.nodes]
         ring, count = ring_all_reduce(1.0, nodes), len(self.profile.bucket_bytes)
@@ -126,7 +178,7 @@ class Knowledge:
 
         exact = cost(self.formats[FULL_PRECISION])
         share = cost(self.formats[case.communication_dtype]) / exact if exact > 0 else 1.0
-        return [share * rank.communication_load_seconds for rank in self.profile.ranks]
+        return [share * speed.slowdown * rank.communication_load_seconds for rank in self.profile.ranks]
 
     def _under_load(self, handling: Handling) -> Handling:
         """What communication takes while ranks compute.
@@ -151,6 +203,7 @@ class Knowledge:
             handling,
             seconds_per_byte=ratio * handling.seconds_per_byte,
             seconds_per_collective=ratio * handling.seconds_per_collective,
+            conversion_seconds_per_byte=ratio * handling.conversion_seconds_per_byte,
         )
 
     def _link(self, described: NetworkDescription, measured: Network) -> Link:
@@ -161,6 +214,12 @@ class Knowledge:
             return link
         ring = Link.from_all_reduce(0.0, measured.all_reduce.seconds_per_byte, nodes)
         return Link(link.latency_seconds, max(link.seconds_per_byte, ring.seconds_per_byte))
+
+
+def _has_units(case: Case) -> bool:
+    """Whether FSDP2 shards the model; on CPUs the engine does not use it inside nodes."""
+    traits = strategy_traits(case.strategy)
+    return traits.shared_by is SharedBy.WORLD or (traits.is_plain and traits.shared_by is SharedBy.NODE)
 
 
 def micro_batches_of(

@@ -12,8 +12,8 @@ import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from accelerate_lshdp.benchmarking.timeline import Timeline
 # The gradient of a key bias is zero but for rounding. With Adam's usual 1e-8 the optimizer makes steps of that noise,
 # which no two exact runs share.
 ADAM_EPS = 1e-6
-OPTIMIZER_STEPS = 3
 
 
 class Rank:
@@ -53,6 +52,7 @@ class Rank:
         self.slowdowns: dict[str, Any] = {}
         self.trainings: dict[str, Any] = {}
         self.timelines: dict[str, Timeline] = {}
+        self.speed_check: Any = None
         self.samples = samples.load_samples(model, seed)
         parameters, unit_bytes = models.measure(model)
         return {"parameters": parameters, "unit_bytes": unit_bytes}
@@ -112,21 +112,41 @@ class Rank:
             shapes = [parameter.shape for parameter in models.build_model(self.model, self.seed).parameters()]
         return {name: measure_format(name, shapes) for name in names}
 
-    def plain_optimizer(self) -> float:
-        """How many times as much processor time AdamW takes as plain PyTorch steps it, parameter by parameter."""
-        parameters = list(models.build_model(self.model, self.seed).parameters())
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        seconds = {}
-        for fused in (None, True):
-            optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS, fused=fused)
-            times = []
-            for _ in range(OPTIMIZER_STEPS + 1):
-                before = time.process_time()
-                optimizer.step()
-                times.append(time.process_time() - before)
-            seconds[fused] = median(times[1:])  # the first one makes the state
-        return max(1.0, seconds[None] / seconds[True])
+    def measure_overheads(self, *, is_peer: bool) -> dict[str, float]:
+        """What FSDP2 takes of this rank's processor beside computing and sending; collective over all ranks."""
+        from accelerate_lshdp.benchmarking.overheads import copy_seconds_per_byte, sharded_step_seconds
+
+        _, unit_bytes = models.measure(self.model)
+        with torch.device("meta"):
+            count = len(list(models.build_model(self.model, self.seed).parameters()))
+        fused = None if is_peer else True  # as the engine does it on CPUs
+        return {
+            "copy_seconds_per_byte": copy_seconds_per_byte(max(unit_bytes), len(unit_bytes)),
+            "seconds_per_unit": self._seconds_per_unit(),
+            "optimizer_seconds": sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
+        }
+
+    def _seconds_per_unit(self) -> float:
+        from torch.utils.data import DataLoader
+
+        from accelerate_lshdp.benchmarking.overheads import seconds_per_unit
+
+        plain, sharded = (models.build_model(models.narrowed(self.model), self.seed) for _ in range(2))
+        blocks = models.blocks_of(sharded)
+        batch = next(iter(DataLoader(self.samples, batch_size=1)))
+        return seconds_per_unit(plain, peers.wrap("torch_fsdp", sharded, blocks, 1), len(blocks), batch)
+
+    def check_speed(self, *, sizes: list[int], is_peer: bool) -> list[tuple[float, float]]:
+        """Steps of a plain model without communication; see `speed_check.SpeedCheck.run`."""
+        if self.speed_check is None:
+            from accelerate_lshdp.benchmarking.speed_check import SpeedCheck
+
+            model = self._model("speed check")
+            optimizer = self._optimizer(model.parameters()) if is_peer else None
+            self.speed_check = SpeedCheck(model, optimizer, self.samples, sizes[dist.get_rank()])
+            self._set_aside()
+        dist.barrier()
+        return self.speed_check.run()
 
     def uses_shared_memory(self) -> bool:
         """Whether node-sharded strategies exchange through shared memory inside this node."""
@@ -226,8 +246,8 @@ class Rank:
             self.slowdowns[name] = Slowdown(models.blocks_of(model), self.slowdown_factor)
         return model
 
-    def _optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS)
+    def _optimizer(self, parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS, fused=fused)
 
 
 def sent_bytes(interface: str, counters: str) -> int:

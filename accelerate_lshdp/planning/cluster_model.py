@@ -13,6 +13,13 @@ from accelerate_lshdp.planning.step_simulation import Processors
 
 #: Of a model whose units nobody has named.
 _UNITS = 8
+_HANDLING = (
+    "seconds_per_byte",
+    "seconds_per_collective",
+    "conversion_seconds_per_byte",
+    "copy_seconds_per_byte",
+    "seconds_per_unit",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,8 @@ class Handling:
         seconds_per_byte: for a byte that its ranks send: sending it, receiving another one, adding or copying it.
         seconds_per_collective: for every collective, whatever its size, and every rank that takes part.
         conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
+        copy_seconds_per_byte: for a byte of a unit that one rank copies to or from the buffer in which it travels.
+        seconds_per_unit: for a unit that one rank gathers or reduces, whatever its size.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -31,20 +40,18 @@ class Handling:
     seconds_per_byte: float = 0.0
     seconds_per_collective: float = 0.0
     conversion_seconds_per_byte: float = 0.0
+    copy_seconds_per_byte: float = 0.0
+    seconds_per_unit: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_byte", "seconds_per_collective", "conversion_seconds_per_byte"):
+        for name in _HANDLING:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")
 
     def on(self, cores: float) -> Handling:
         """These CPU seconds on a node that has so many cores, a fraction included."""
-        return Handling(
-            self.seconds_per_byte / cores,
-            self.seconds_per_collective / cores,
-            self.conversion_seconds_per_byte / cores,
-        )
+        return Handling(*(getattr(self, name) / cores for name in _HANDLING))
 
 
 @dataclass(frozen=True, slots=True)

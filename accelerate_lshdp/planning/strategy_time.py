@@ -137,6 +137,12 @@ class _StepWriter:
         self.shares_inside = self.traits.shared_by is SharedBy.NODE and self.group.max() > 1
         self.in_memory = self.shares_inside and cluster.shared_memory
         self.blocks = not (self.traits.overlaps or cluster.streams)
+        # FSDP2 works on units whatever the size of its groups; the engine uses it where ranks share a copy.
+        plain_units = self.traits.is_plain and self.traits.shared_by is SharedBy.NODE
+        self.has_units = (
+            self.traits.shared_by is SharedBy.WORLD or plain_units or (self.shares_inside and not self.in_memory)
+        )
+        self.unit_count = len(model.unit_bytes) + (1 if model.root_bytes else 0)
         self.segments: list[np.ndarray] = []
         self.needs: list[int | None] = []
         self.exchanges: list[Exchange] = []
@@ -226,12 +232,17 @@ class _StepWriter:
             for handled, own, count in zip(handled_bytes, self.cluster.handling, ranks, strict=True)
         )
 
-    def _inside(self, payload: float, times: np.ndarray | int = 1) -> np.ndarray:
+    def _packing(self, payload: float, units: float = 1) -> np.ndarray:
+        """Seconds in which every rank prepares the exchange of so many units, and copies `payload` bytes of them."""
+        costs = [payload * own.copy_seconds_per_byte + units * own.seconds_per_unit for own in self.cluster.handling]
+        return (np.array(costs) * np.array(self.nodes))[self.node_of_rank] * float(self.has_units)
+
+    def _inside(self, payload: float, times: np.ndarray | int = 1, units: float = 1) -> np.ndarray:
         """Seconds of one all-gather or reduce-scatter of `payload` bytes inside each node; its bytes count `times`.
 
         Where the node's copy is in host memory, each rank's part goes to or from its device, too.
         """
-        seconds = np.zeros(len(self.group))
+        seconds = self._packing(payload, units)
         if self.traits.is_offloaded and self.cluster.device_link is not None:
             seconds += np.array([self.cluster.device_link.seconds(payload / share) for share in self.group])
         if not self.shares_inside:
@@ -288,8 +299,10 @@ class _StepWriter:
         parameters, gradients = self.model.parameter_bytes, self.model.gradient_bytes
         before = self._ready_at(0.0)
         earlier = self.steps - 1  # micro-batches before the last one: gathered twice, reduced inside the nodes only
-        extra = self._beside(self._inside(parameters), before)
-        extra = extra + earlier * self._beside(self._inside(2 * parameters + gradients, earlier), self.time)
+        count = self.unit_count
+        extra = self._beside(self._inside(parameters, units=count), before)
+        every = self._inside(2 * parameters + gradients, earlier, units=3 * count)
+        extra = extra + earlier * self._beside(every, self.time)
         self._compute(self.optimizer + self.overhead + earlier * self.time + before, extra=extra)
         done, last = 0.0, None
         for piece in self._pieces():
@@ -310,8 +323,10 @@ class _StepWriter:
         units, root = self.model.unit_bytes, self.model.root_bytes
         to_gradient = self.model.gradient_bytes / self.model.parameter_bytes
         forward, backward = self.time * (1 - BACKWARD_SHARE), self.time * BACKWARD_SHARE
-        place = self._compute(self.optimizer + self.overhead)
         count = int(self.steps.max())
+        gathered = count if self.traits.gathers_twice else 1
+        extra = self._packing(root * (gathered + to_gradient), (gathered + 1) * (self.unit_count - len(units)))
+        place = self._compute(self.optimizer + self.overhead, extra=extra)
         for micro_batch in range(count):
             gathers = self.traits.gathers_twice or micro_batch == 0
             if gathers and root:
@@ -339,7 +354,9 @@ class _StepWriter:
             for ahead in (number, number + 1) if self.cluster.streams else (number,):
                 if gathers and ahead < len(units) and ahead not in gathered:
                     gathered[ahead] = self._transfer(self.collectives.gather, units[ahead], place)
-            extra = 0.0 if gradients is None else 2 * self._conversion(unit * gradients)
+            extra = self._packing(unit * gathers, int(gathers))
+            if gradients is not None:
+                extra = extra + self._packing(unit * gradients) + 2 * self._conversion(unit * gradients)
             place = self._compute(seconds * (unit / sum(units)), needs=gathered.get(number, last), extra=extra)
             if gradients is not None:
                 reduced = self._transfer(self.collectives.reduce_scatter, unit * gradients * self.wire_share, place)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from accelerate_lshdp.plan_validation import (
@@ -108,6 +108,14 @@ class MeasuredRank:
             self.profile()
         except ValueError as error:
             raise PlanError(str(error)) from None
+
+    def slowed_down(self, factor: float) -> MeasuredRank:
+        """With so many times as long micro-batches; what else it does takes as long as before."""
+
+        def scaled(curve: TimeCurve) -> TimeCurve:
+            return TimeCurve(curve.batch_sizes, [factor * seconds for seconds in curve.seconds])
+
+        return replace(self, time=scaled(self.time), bucket_ready=tuple(map(scaled, self.bucket_ready)))
 
     def profile(self) -> RankProfile:
         """This rank as the planner sees it.

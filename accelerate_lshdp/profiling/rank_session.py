@@ -186,27 +186,31 @@ class RankSession:
             return repeats[0].median, [], []
         return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
 
-    def rehearse(self, rehearsal: Rehearsal, sender: GradientReduction) -> list[float]:
-        """Seconds of the forward and backward of real steps, without what this rank waits for others (collective).
+    def rehearse(self, rehearsal: Rehearsal, sender: GradientReduction) -> list[tuple[float, float]]:
+        """Seconds of the forward and backward of steps that send nothing and of real ones, in turns (collective).
+
+        What this rank waits for others is not in them.
 
         Args:
             rehearsal: the micro-batch size and the number of steps, which is the same on all ranks.
             sender: sends gradients as a real run does.
         """
         batch = self._rank.to_device(self._samples.batch(rehearsal.micro_batch_size))
-        seconds: list[float] = []
-        self._noting.sender = sender
-        try:
-            for _ in range(1 + rehearsal.steps):
-                self._go_on()
-                self._rank.drop_gradients()
-                self._rank.clock.take()
-                seconds.append(self._train(batch, synchronise=True) - self._rank.clock.take())
-                self._surroundings.on_measurement()
-        finally:
-            self._noting.sender = None
+        steps: list[tuple[float, float]] = []
+        for _ in range(1 + rehearsal.steps):
+            self._go_on()
+            self._rank.drop_gradients()
+            alone = self._train(batch)
+            self._rank.drop_gradients()
+            self._rank.clock.take()
+            self._noting.sender = sender
+            try:
+                steps.append((alone, self._train(batch, synchronise=True) - self._rank.clock.take()))
+            finally:
+                self._noting.sender = None
+            self._surroundings.on_measurement()
         self._rank.drop_gradients()
-        return seconds[1:]  # in the first step connections are made
+        return steps[1:]  # in the first step connections are made
 
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
         """Seconds of a micro-batch that is already on the device."""

@@ -3,7 +3,8 @@
 
 Gradients travel while the backward goes on, and copying and summing them takes time of the processor that computes:
 little where a GPU computes, much on a CPU with few cores. So all ranks train a few steps together, sending gradients
-as their strategy does. What these take, without waiting for each other, is compared with the curve.
+as their strategy does, in turns with steps in which nobody sends. The difference of two neighbours is what sending
+takes, whatever else made the machine faster or slower since the curve was measured.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ from accelerate_lshdp.profiling.measured import MeasuredRank
 
 
 MOST_STEPS = 30
+LEAST_STEPS = 6
 # A difference counts if it is more than the standard error of the median: on a busy machine steps differ anyway. For
 # normal noise that is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
 _SIGNIFICANCE = 1.25 * 1.48
 _NEGLIGIBLE = 0.01
-LEAST_STEPS = 8
-# A step in times of its micro-batch: with what sending adds, and what ranks wait for each other and the network.
-_STEP = 2
+# Two steps in times of their micro-batch: with what sending adds to one, and what ranks wait for each other and the
+# network.
+_STEPS = 3
 _POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank does in a rehearsal: so many steps with micro-batches of this size."""
+    """What a rank does in a rehearsal: so many steps with micro-batches of this size, and as many without sending."""
 
     micro_batch_size: int
     steps: int
@@ -52,39 +54,44 @@ def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsa
         seconds: how long the rehearsal may take, the same on all ranks.
     """
     longest = min(curve.seconds[-1] for curve in curves)
-    length = min(longest, seconds / (_STEP * (LEAST_STEPS + 1)))
-    steps = min(MOST_STEPS, max(LEAST_STEPS, int(seconds / (_STEP * length)) - 1))
+    length = min(longest, seconds / (_STEPS * (LEAST_STEPS + 1)))
+    steps = min(MOST_STEPS, max(LEAST_STEPS, int(seconds / (_STEPS * length)) - 1))
     fitting = [[size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= length] for curve in curves]
     return [Rehearsal(max(sizes, default=1), steps) for sizes in fitting]
 
 
-def learn_from_steps(measured: MeasuredRank, micro_batch_size: int, seconds: Sequence[float]) -> MeasuredRank:
+def learn_from_steps(
+    measured: MeasuredRank, micro_batch_size: int, steps: Sequence[tuple[float, float]]
+) -> MeasuredRank:
     """The rank as the steps of a rehearsal show it.
 
-    If they take longer than the curve says, by more than chance, sending takes the difference from every step. If they
-    are shorter, the curve is scaled: ranks that share a machine were in each other's way while all of them measured
-    without a pause, and in steps they pause to wait for each other.
+    If those that send take longer than those that do not, by more than chance, sending takes the difference from every
+    step. The curve is scaled to what the steps without sending took, or if they send at no cost, to both: the machine
+    may be slower than before, and ranks that share it were in each other's way while all of them measured without a
+    pause.
 
     Args:
         measured: the rank as it measured itself.
         micro_batch_size: of the steps.
-        seconds: of each step's forward and backward, without waiting.
+        steps: pairs of neighbours: seconds of forward and backward, without waiting, of one without and one with
+            sending.
     """
-    middle = median(seconds)
-    deviation = median(abs(step - middle) for step in seconds)
     expected = measured.time(micro_batch_size)
-    chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * expected)
-    if abs(middle - expected) <= chance:
-        return measured
-    if middle > expected:
-        return replace(measured, communication_load_seconds=middle - expected)
-    scale = middle / expected
-    ready = tuple(_scaled(curve, scale) for curve in measured.bucket_ready)
-    return replace(measured, time=_scaled(measured.time, scale), bucket_ready=ready)
+    load = _significant([sending - alone for alone, sending in steps], 0.0, expected)
+    if load > 0:
+        change = _significant([alone for alone, _ in steps], expected, expected)
+        measured = replace(measured, communication_load_seconds=load)
+    else:
+        change = _significant([min(pair) if load < 0 else sum(pair) / 2 for pair in steps], expected, expected)
+    return measured.slowed_down(1 + change / expected) if change else measured
 
 
-def _scaled(curve: TimeCurve, scale: float) -> TimeCurve:
-    return TimeCurve(curve.batch_sizes, [scale * seconds for seconds in curve.seconds])
+def _significant(seconds: Sequence[float], expected: float, scale: float) -> float:
+    """By how much the median is off what was expected; 0 if chance explains it, or if it is little on that scale."""
+    middle = median(seconds)
+    deviation = median(abs(value - middle) for value in seconds)
+    chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * scale)
+    return middle - expected if abs(middle - expected) > chance else 0.0
 
 
 class SharedPart(GradientReduction):

@@ -37,7 +37,7 @@ _NAMES = ("cluster", "model", "network", "strategy", "communication_dtype", "lab
 _ALWAYS_MEASURED = ("batch_sizes", "step_seconds", "samples_per_second", "spread", "round_seconds")
 _PER_RANK = ("compute_seconds", "wait_seconds", "optimizer_seconds")
 _PER_NODE = ("bytes_between_nodes", "formula_bytes", "bytes_inside_nodes")
-_SINGLE = ("step_seconds", "spread", "samples_per_second", "idle_fraction", "predicted_seconds")
+_SINGLE = ("step_seconds", "spread", "samples_per_second", "idle_fraction", "predicted_seconds", "slowdown")
 _CASE_KEYS = (
     *_NAMES,
     *("parameters", "bits_per_second", "is_peer", "nodes", "total_batch_size", "batch_sizes", "round_seconds"),

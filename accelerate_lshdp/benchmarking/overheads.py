@@ -1,0 +1,86 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What FSDP2 takes of a rank's processor beside computing and sending, in CPU seconds.
+
+Around every exchange of a unit it does some work in Python. It copies the unit out of the buffer that was gathered,
+and its gradients into the one that is reduced. And its parameters are DTensors, which the optimizer has to unwrap one
+by one however small a rank's shards are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+_REPEATS = 5
+
+
+def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
+    """Of copying units of that size to new memory, one after the other, as in a pass over a model.
+
+    Args:
+        unit_bytes: of one unit.
+        units: of the model; so many lie in memory, so that one is not in a cache when its turn comes.
+    """
+    sources = [torch.zeros(max(1, unit_bytes // 4)) for _ in range(units)]
+
+    def copy() -> None:
+        for source in sources:
+            torch.empty_like(source).copy_(source)
+
+    return _cpu_seconds(copy) / sum(source.nbytes for source in sources)
+
+
+def seconds_per_unit(plain: nn.Module, sharded: nn.Module, blocks: int, batch: Mapping[str, torch.Tensor]) -> float:
+    """Of gathering or reducing a unit, its messages included (collective). Parameters should be small.
+
+    Args:
+        plain: a model.
+        sharded: the same by FSDP2: its blocks, and what is left as one more unit. Each is gathered in the forward and
+            in the backward, but for the last, and reduced.
+        blocks: how many there are.
+        batch: of one sample.
+    """
+
+    def seconds(model: nn.Module) -> float:
+        return _cpu_seconds(lambda: model(**batch).loss.backward())
+
+    return max(0.0, seconds(sharded) - seconds(plain)) / (3 * blocks + 2)
+
+
+def sharded_step_seconds(
+    count: int, make_optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+) -> float:
+    """What an optimizer step takes longer because parameters are shards (collective: it makes a device mesh).
+
+    Args:
+        count: number of parameters.
+        make_optimizer: of parameters.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def seconds(wrap: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        parameters = [nn.Parameter(wrap(torch.zeros(1))) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = wrap(torch.zeros(1))
+        return _cpu_seconds(make_optimizer(parameters).step)
+
+    sharded = seconds(lambda tensor: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False))
+    return max(0.0, sharded - seconds(lambda tensor: tensor))
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    """Median of this process, after a first time that does not count."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        before = time.process_time()
+        work()
+        times.append(time.process_time() - before)
+    return median(times[1:])

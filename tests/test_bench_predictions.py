@@ -1,0 +1,118 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Predicted steps of a benchmark's cases: the machine's speed, the optimizer, and what FSDP2 does itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from accelerate_lshdp.benchmarking.cases import Case
+from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads
+from accelerate_lshdp.benchmarking.speed_check import MICRO_BATCH_SECONDS, Speed, check_sizes, speed_of
+from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
+from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.plan_sections import Cluster, Node
+from accelerate_lshdp.planning import TimeCurve
+from accelerate_lshdp.planning.cluster_model import Handling, ModelSize
+from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
+
+
+OPTIMIZER_SECONDS = 0.25
+PLAIN_OPTIMIZER_SECONDS = 0.75
+AS_PROFILED = Speed(1.0, (PLAIN_OPTIMIZER_SECONDS, PLAIN_OPTIMIZER_SECONDS))
+
+
+def a_rank(number: int, seconds_per_sample: float) -> MeasuredRank:
+    curve = TimeCurve((1, 8), (seconds_per_sample, 8 * seconds_per_sample))
+    ready = TimeCurve((1, 8), (seconds_per_sample / 2, 4 * seconds_per_sample))
+    return MeasuredRank(
+        rank=number,
+        time=curve,
+        spread=(0.0, 0.0),
+        max_micro_batch_size=8,
+        limited_by="time",
+        device="a processor",
+        optimizer_seconds=OPTIMIZER_SECONDS,
+        memory=None,
+        memory_limit_bytes=None,
+        bucket_ready=(ready,),
+    )
+
+
+def knowledge(**changes) -> Knowledge:
+    """Two nodes with a whole core each; the second one is half as fast. Nothing is known to cost anything else."""
+    times = MessageTimes(0.0, 0.0, ((1, 1e-9),))
+    network = Network(times, times)
+    profile = Profile(
+        strategy=Strategy.LSDP,
+        subject=ProfiledScript(None, (), 1000, 4000),
+        cluster=Cluster((Node(1, device="cpu"), Node(1, device="cpu"))),
+        ranks=(a_rank(0, 0.1), a_rank(1, 0.2)),
+        bucket_bytes=(4000,),
+        network=network,
+        measured_seconds=1.0,
+        versions={"torch": "2.13.0"},
+    )
+    values = {
+        "nodes": (NodeDescription(1.0), NodeDescription(1.0)),
+        "profile": profile,
+        "networks": {"fast": (NetworkDescription(1e12), network)},
+        "model": ModelSize(4000, 4000, (1500, 1500)),
+        "formats": {"fp32": Format(4000, Handling())},
+        "shared_memory": False,
+    }
+    return Knowledge(**{**values, **changes})
+
+
+def predicted(strategy: str, speed: Speed = AS_PROFILED, known: Knowledge | None = None) -> float:
+    return (known or knowledge()).predicted_seconds(Case(strategy), [(4, 1), (4, 1)], "fast", speed)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("ddp", OPTIMIZER_SECONDS),
+        ("lsdp", OPTIMIZER_SECONDS),
+        ("fsdp", OPTIMIZER_SECONDS / 2),
+        ("torch_ddp", PLAIN_OPTIMIZER_SECONDS),
+        ("torch_hsdp", PLAIN_OPTIMIZER_SECONDS),
+        ("torch_fsdp", PLAIN_OPTIMIZER_SECONDS / 2),
+    ],
+)
+def test_a_step_is_computing_at_the_speed_of_the_check_and_the_optimizer(strategy: str, optimizer: float) -> None:
+    assert predicted(strategy) == pytest.approx(0.8 + optimizer, abs=1e-3)
+    # The optimizer of the engine's processes was profiled and is slowed down, too; that of plain ones was checked.
+    own = optimizer if strategy.startswith("torch") else 1.5 * optimizer
+    slowed = replace(AS_PROFILED, slowdown=1.5)
+    assert predicted(strategy, slowed) == pytest.approx(1.5 * 0.8 + own, abs=1e-3)
+
+
+def test_what_fsdp_does_itself_counts_where_it_shards() -> None:
+    own = Overheads(optimizer_seconds=0.1, seconds_per_unit=0.01)
+    known = knowledge(overheads=own, plain_overheads=replace(own, optimizer_seconds=0.2))
+    # Two blocks are gathered twice and reduced, the rest is gathered and reduced.
+    units = 0.01 * (2 * 3 + 2)
+    assert predicted("fsdp", known=known) - predicted("fsdp") == pytest.approx(0.1 + units)
+    assert predicted("torch_fsdp", known=known) - predicted("torch_fsdp") == pytest.approx(0.2 + units)
+    assert predicted("torch_hsdp", known=known) - predicted("torch_hsdp") == pytest.approx(0.2 + 0.01 * 3 * 3)
+    for strategy in ("ddp", "lsdp", "torch_ddp"):
+        assert predicted(strategy, known=known) == predicted(strategy)
+
+
+def test_the_machine_is_as_fast_as_its_ranks_on_average() -> None:
+    curves = [TimeCurve((1, 4), (0.25, 1.0))] * 3
+    assert check_sizes(curves) == [2, 2, 2]
+    first = [[(0.5, 0.1), (0.6, 0.1), (0.5, 0.1)], [(1.0, 0.3)] * 3, [(0.25, 0.2)] * 3]
+    second = [[(0.5, 0.1)] * 3, [(1.0, 0.3)] * 3, [(0.25, 0.2), (9.0, 9.0), (0.25, 0.2)]]
+    speed = speed_of([first, second], curves, [2, 1])
+    assert speed.slowdown == pytest.approx((1 + 2 + 0.5) / 3)
+    assert speed.optimizer_seconds == pytest.approx((0.2, 0.2, 0.2))
+
+
+def test_a_check_takes_the_largest_micro_batch_that_is_short_enough() -> None:
+    slow, fast = TimeCurve((1, 2), (3.0, 6.0)), TimeCurve((1, 8), (0.01, 0.08))
+    assert check_sizes([slow, fast]) == [1, 8]
+    exact = TimeCurve((1, 8), (MICRO_BATCH_SECONDS / 4, 2 * MICRO_BATCH_SECONDS))
+    assert check_sizes([exact]) == [4]
