@@ -19,7 +19,6 @@ from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
 from accelerate_lshdp.benchmarking.speed_check import Speed
 from accelerate_lshdp.emulated_cluster import NetworkDescription
-from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.reporting import read_results
 
 
@@ -247,7 +246,8 @@ def test_the_meter_keeps_the_peak_of_each_node_and_says_what_it_could_not_read()
 class KnowsTheSpeed:
     """In place of `Knowledge`: a step takes a second at the speed that was profiled."""
 
-    curves = [TimeCurve((1, 4), (0.1, 0.4))] * 2
+    def check_micro_batches(self, total: int) -> tuple[list[int], list[float]]:
+        return [total // 2] * 2, [0.4, 0.4]
 
     def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed) -> float:
         return speed.slowdown
@@ -256,7 +256,7 @@ class KnowsTheSpeed:
 def test_speeds_are_checked_before_every_turn_and_predictions_follow_them() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     # In its second network the machine is half as fast.
-    launch._check_speed = lambda sizes, is_peer: [(0.4 if launch.network == "1000" else 0.8, 0.1)] * 2
+    launch._check_speed = lambda sizes, is_peer: [(sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)] * 2
     config = BenchmarkConfig.from_dict(DOCUMENT)
     benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
 

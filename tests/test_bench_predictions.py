@@ -9,7 +9,7 @@ import pytest
 
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads
-from accelerate_lshdp.benchmarking.speed_check import MICRO_BATCH_SECONDS, Speed, check_sizes, speed_of
+from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
 from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
@@ -102,17 +102,12 @@ def test_what_fsdp_does_itself_counts_where_it_shards() -> None:
 
 
 def test_the_machine_is_as_fast_as_its_ranks_on_average() -> None:
-    curves = [TimeCurve((1, 4), (0.25, 1.0))] * 3
-    assert check_sizes(curves) == [2, 2, 2]
     first = [[(0.5, 0.1), (0.6, 0.1), (0.5, 0.1)], [(1.0, 0.3)] * 3, [(0.25, 0.2)] * 3]
     second = [[(0.5, 0.1)] * 3, [(1.0, 0.3)] * 3, [(0.25, 0.2), (9.0, 9.0), (0.25, 0.2)]]
-    speed = speed_of([first, second], curves, [2, 1])
+    speed = speed_of([first, second], [0.5, 0.5, 0.5], [2, 1])
     assert speed.slowdown == pytest.approx((1 + 2 + 0.5) / 3)
     assert speed.optimizer_seconds == pytest.approx((0.2, 0.2, 0.2))
 
 
-def test_a_check_takes_the_largest_micro_batch_that_is_short_enough() -> None:
-    slow, fast = TimeCurve((1, 2), (3.0, 6.0)), TimeCurve((1, 8), (0.01, 0.08))
-    assert check_sizes([slow, fast]) == [1, 8]
-    exact = TimeCurve((1, 8), (MICRO_BATCH_SECONDS / 4, 2 * MICRO_BATCH_SECONDS))
-    assert check_sizes([exact]) == [4]
+def test_a_check_takes_the_micro_batches_of_the_plan() -> None:
+    assert knowledge().check_micro_batches(6) == ([4, 2], pytest.approx([0.4, 0.4]))

@@ -17,7 +17,7 @@ from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads, micro_batches_of, read_formats
 from accelerate_lshdp.benchmarking.rank_processes import RankError
-from accelerate_lshdp.benchmarking.speed_check import check_sizes, speed_of
+from accelerate_lshdp.benchmarking.speed_check import speed_of
 from accelerate_lshdp.emulated_cluster import ClusterError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cluster_model import ModelSize
@@ -156,7 +156,8 @@ class ClusterBenchmark:
         """How fast the ranks are at present, in the processes that train the case."""
         if self._knowledge is None:
             return
-        arguments = {"sizes": check_sizes(self._knowledge.curves), "is_peer": measurement.case.is_peer}
+        sizes, _ = self._knowledge.check_micro_batches(self.config.total_batch_size)
+        arguments = {"sizes": sizes, "is_peer": measurement.case.is_peer}
         told = launch.call("check_speed", crew=_crew(measurement), timeout=BUILD_SECONDS, **arguments)
         self._checks[measurement.name].append(told)
 
@@ -229,7 +230,8 @@ class ClusterBenchmark:
         checks = self._checks[measurement.name]
         if self._knowledge is None or not checks:
             return
-        speed = speed_of(checks, self._knowledge.curves, measurement.nodes)
+        _, expected = self._knowledge.check_micro_batches(self.config.total_batch_size)
+        speed = speed_of(checks, expected, measurement.nodes)
         measurement.slowdown = speed.slowdown
         try:
             measurement.predicted_seconds = self._knowledge.predicted_seconds(

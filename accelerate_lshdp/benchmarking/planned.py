@@ -13,7 +13,7 @@ from accelerate_lshdp.benchmarking.speed_check import Speed
 from accelerate_lshdp.emulated_cluster.description import NetworkDescription, NodeDescription
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
-from accelerate_lshdp.planning.curves import RankProfile, TimeCurve
+from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Link, ring_all_reduce
 from accelerate_lshdp.planning.step_simulation import Processors
 from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
@@ -80,11 +80,6 @@ class Knowledge:
     overheads: Overheads = Overheads()
     plain_overheads: Overheads = Overheads()
 
-    @property
-    def curves(self) -> list[TimeCurve]:
-        """Of the ranks, as profiled."""
-        return [rank.time for rank in self.profile.ranks]
-
     def batches(self, case: Case, total: int, network: str) -> list[tuple[int, int]]:
         """The plan for a case: (micro-batch size, accumulation steps) of each rank.
 
@@ -101,6 +96,15 @@ class Knowledge:
             bucket_seconds=[all_reduce.seconds(int(size * share)) for size in self.profile.bucket_bytes],
         )
         return [tuple(entry) for entry in planned.micro_batches]
+
+    def check_micro_batches(self, total: int) -> tuple[list[int], list[float]]:
+        """What ranks train when their speed is checked, and what that took them when they were profiled.
+
+        Those of the plan on the first network: all ranks take equally long, and they were rehearsed.
+        """
+        planned = self.batches(Case("lshdp"), total, next(iter(self.networks)))
+        sizes = [size for size, _ in planned]
+        return sizes, [rank.time(size) for rank, size in zip(self.profile.ranks, sizes, strict=True)]
 
     def predicted_seconds(
         self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str, speed: Speed

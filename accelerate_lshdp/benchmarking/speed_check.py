@@ -2,9 +2,10 @@
 """How fast ranks are while cases take their turns.
 
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
-use, too, its speed changes meanwhile. So before every turn of a case each rank trains a few micro-batches of a plain
-model without sending anything, and predictions are made for the speed that this shows: what they tell is then what
-communication and sharding cost, not how the machine's speed changed. Nothing of a case's own steps is used.
+use, too, its speed changes meanwhile. So before every turn of a case each rank trains a micro-batch of a plain model,
+of the size that the plan gives it, without sending anything, and predictions are made for the speed that this shows:
+what they tell is then what communication and sharding cost, not how the machine's speed changed. Nothing of a case's
+own steps is used.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from itertools import islice
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from accelerate_lshdp.planning.curves import TimeCurve
-
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
-#: How long a micro-batch of a check may take, if a smaller one is possible.
-MICRO_BATCH_SECONDS = 0.5
 #: Of a check; the first one does not count.
-STEPS = 4
+STEPS = 2
 
 
 class SpeedCheck:
@@ -76,28 +73,20 @@ class Speed:
     optimizer_seconds: tuple[float, ...]
 
 
-def check_sizes(curves: Sequence[TimeCurve]) -> list[int]:
-    """The micro-batch of each rank in a check: the largest within `MICRO_BATCH_SECONDS`, at least one sample."""
-    return [
-        max((size for size in range(1, curve.batch_sizes[-1] + 1) if curve(size) <= MICRO_BATCH_SECONDS), default=1)
-        for curve in curves
-    ]
-
-
 def speed_of(
-    checks: Sequence[Sequence[Sequence[tuple[float, float]]]], curves: Sequence[TimeCurve], nodes: Sequence[int]
+    checks: Sequence[Sequence[Sequence[tuple[float, float]]]], expected: Sequence[float], nodes: Sequence[int]
 ) -> Speed:
     """From what the ranks told in several checks: medians over all steps.
 
     Args:
         checks: of each check, what each rank's `SpeedCheck.run` returned.
-        curves: of the ranks, as profiled.
+        expected: seconds of each rank's micro-batch, as profiled.
         nodes: ranks on each node, which share its processors as chance has it: each takes their mean.
     """
     slowdowns, optimizer = [], []
-    for rank, (curve, size) in enumerate(zip(curves, check_sizes(curves), strict=True)):
+    for rank, seconds in enumerate(expected):
         steps = [step for check in checks for step in check[rank]]
-        slowdowns.append(median(computed for computed, _ in steps) / curve(size))
+        slowdowns.append(median(computed for computed, _ in steps) / seconds)
         optimizer.append(median(stepped for _, stepped in steps))
     left = iter(optimizer)
     of_ranks = tuple(seconds for count in nodes for seconds in [mean(islice(left, count))] * count)
