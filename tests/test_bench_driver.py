@@ -253,7 +253,7 @@ class KnowsTheSpeed:
         return speed.slowdown
 
 
-def test_speeds_are_checked_before_every_turn_and_predictions_follow_them() -> None:
+def test_speeds_are_checked_in_every_round_and_predictions_follow_them() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     # In its second network the machine is half as fast.
     launch._check_speed = lambda sizes, is_peer: [(sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)] * 2
@@ -267,7 +267,8 @@ def test_speeds_are_checked_before_every_turn_and_predictions_follow_them() -> N
     benchmark._learn = learn
     results = [measurement.to_dict() for measurement in benchmark.run()]
     turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
-    assert turns == ["check_speed", "train", "train"] * (3 * 3 * 2)
+    of_a_round = ["check_speed"] * 2 + ["train"] * (2 * 3)  # both crews; turns of three cases
+    assert turns == of_a_round * (3 * 2)
     assert [result["error"] for result in results] == [None] * 6
     assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
     assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)

@@ -58,8 +58,8 @@ class ClusterBenchmark:
         self._say = say
         self._knowledge: Knowledge | None = None
         self._formats: dict[str, Format] = {}
-        # Of each case, what the ranks told when their speed was checked before its turns.
-        self._checks: dict[str, list[Any]] = defaultdict(list)
+        # Of each network and crew, what the ranks told whenever their speed was checked.
+        self._checks: dict[tuple[str, str], list[Any]] = defaultdict(list)
         self._size: ModelSize | None = None
         nodes = [node.ranks for node in config.clusters[cluster]]
         self._ranks = sum(nodes)
@@ -152,14 +152,14 @@ class ClusterBenchmark:
         told = launch.call("measure_overheads", crew=crew, timeout=BUILD_SECONDS, is_peer=crew == PEERS)
         return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
 
-    def _check_speed(self, launch: Launch, measurement: Measurement) -> None:
-        """How fast the ranks are at present, in the processes that train the case."""
+    def _check_speed(self, launch: Launch, network: str) -> None:
+        """How fast the ranks are at present, in the processes of each crew."""
         if self._knowledge is None:
             return
         sizes, _ = self._knowledge.check_micro_batches(self.config.total_batch_size)
-        arguments = {"sizes": sizes, "is_peer": measurement.case.is_peer}
-        told = launch.call("check_speed", crew=_crew(measurement), timeout=BUILD_SECONDS, **arguments)
-        self._checks[measurement.name].append(told)
+        for crew in launch.crews:
+            told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
+            self._checks[network, crew].append(told)
 
     # Measuring
 
@@ -172,6 +172,7 @@ class ClusterBenchmark:
         with launch.as_described(self.config.networks[network]):
             for turn in range(self.config.rounds):
                 self._say(f"{network}: round {turn + 1} of {self.config.rounds}")
+                self._check_speed(launch, network)
                 first = turn * len(cases) // self.config.rounds
                 for measurement in cases[first:] + cases[:first]:
                     self._attempt(measurement, lambda m: self._take_turn(launch, m))
@@ -195,6 +196,7 @@ class ClusterBenchmark:
                     else:
                         with launch.as_described(self.config.networks[measurement.network]):
                             for _ in range(self.config.rounds):
+                                self._check_speed(launch, measurement.network)
                                 self._take_turn(launch, measurement)
                         self._predict(measurement)
                         self._end(launch, measurement)
@@ -226,8 +228,8 @@ class ClusterBenchmark:
         )
 
     def _predict(self, measurement: Measurement) -> None:
-        """The step at the speed that the machine had when the case took its turns."""
-        checks = self._checks[measurement.name]
+        """The step at the speed that the machine had in the rounds on the case's network."""
+        checks = self._checks[measurement.network, _crew(measurement)]
         if self._knowledge is None or not checks:
             return
         _, expected = self._knowledge.check_micro_batches(self.config.total_batch_size)
@@ -242,7 +244,6 @@ class ClusterBenchmark:
 
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
         """Some steps that do not count, then those that do, as many as there is time for."""
-        self._check_speed(launch, measurement)
         steps = self.config.steps
         if self.config.uncounted_steps:
             spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))

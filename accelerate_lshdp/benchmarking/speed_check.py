@@ -2,8 +2,8 @@
 """How fast ranks are while cases take their turns.
 
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
-use, too, its speed changes meanwhile. So before every turn of a case each rank trains a micro-batch of a plain model,
-of the size that the plan gives it, without sending anything, and predictions are made for the speed that this shows:
+use, too, its speed changes meanwhile. So in every round each rank trains some micro-batches of a plain model, of the
+size that the plan gives it, without sending anything, and predictions are made for the speed that this shows:
 what they tell is then what communication and sharding cost, not how the machine's speed changed. Nothing of a case's
 own steps is used.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: Of a check; the first one does not count.
-STEPS = 2
+STEPS = 3
 
 
 class SpeedCheck:
