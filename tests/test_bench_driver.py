@@ -272,3 +272,18 @@ def test_speeds_are_checked_in_every_round_and_predictions_follow_them() -> None
     assert [result["error"] for result in results] == [None] * 6
     assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
     assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+
+
+def test_without_turns_both_crews_are_there_to_learn_from() -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    config = BenchmarkConfig.from_dict({**DOCUMENT, "interleaved": False, "profile_seconds": 5})
+    benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
+    learned_of: list[Sequence[str]] = []
+
+    def learn(launch: PretendedLaunch) -> None:
+        learned_of.append(tuple(launch.crews))
+        benchmark._measure_formats(launch)
+
+    benchmark._learn = learn
+    benchmark.run()
+    assert learned_of == [(ENGINE, PEERS)]

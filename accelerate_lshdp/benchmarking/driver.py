@@ -71,15 +71,16 @@ class ClusterBenchmark:
 
     def run(self) -> list[Measurement]:
         """Measures everything. A case that fails has its error; what it took with it has the same."""
+        crews = (ENGINE, PEERS) if any(case.is_peer for case in self.config.cases) else (ENGINE,)
         if self.config.interleaved:
-            crews = (ENGINE, PEERS) if any(case.is_peer for case in self.config.cases) else (ENGINE,)
             with self._noting_failures(self.measurements), self._built(crews) as launch:
                 self._learn(launch)
                 for network in self.config.networks:
                     self._measure_in_turns(launch, network)
         else:
             with self._noting_failures(self.measurements):
-                with self._built((ENGINE,)) as launch:
+                # What FSDP2 takes is learned of both crews; without a profile there is nothing to predict.
+                with self._built(crews if self.config.profile_seconds else (ENGINE,)) as launch:
                     self._learn(launch)
         if self.config.memory or not self.config.interleaved:
             for case in self.config.cases:
