@@ -253,7 +253,7 @@ class KnowsTheSpeed:
         return speed.slowdown
 
 
-def test_speeds_are_checked_in_every_round_and_predictions_follow_them() -> None:
+def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     # In its second network the machine is half as fast.
     launch._check_speed = lambda sizes, is_peer: [(sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)] * 2
@@ -267,11 +267,35 @@ def test_speeds_are_checked_in_every_round_and_predictions_follow_them() -> None
     benchmark._learn = learn
     results = [measurement.to_dict() for measurement in benchmark.run()]
     turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
-    of_a_round = ["check_speed"] * 2 + ["train"] * (2 * 3)  # both crews; turns of three cases
-    assert turns == of_a_round * (3 * 2)
+    # Three cases; a step that does not count before the others in each one's first turn; two networks.
+    first = ["check_speed", "train", "train"] * 3 + ["check_speed"]
+    later = ["check_speed", "train"] * 3 + ["check_speed"]
+    assert turns == (first + later * 2) * 2
     assert [result["error"] for result in results] == [None] * 6
     assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
     assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+
+
+def test_a_turn_is_predicted_for_the_speed_before_and_after_it() -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    # Plain PyTorch takes its optimizer's step in its own checks; the check of another case after its turn has none.
+    told = iter([0.4, 0.8, 1.2, 1.6] * 6)
+    launch._check_speed = lambda sizes, is_peer: [(next(told), 0.1 if is_peer else None)]
+    config = BenchmarkConfig.from_dict(DOCUMENT)
+    benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
+    first, second, third = [m for m in benchmark.measurements if m.network == benchmark.measurements[0].network]
+    benchmark._knowledge = KnowsTheSpeed()
+    benchmark._attempt = lambda measurement, work: None
+    benchmark._take_turns(launch.with_crews((ENGINE, PEERS)), [first, second, third])
+    seconds = {name: [check[0][0] for check in checks] for name, checks in benchmark._checks.items()}
+    assert seconds == {
+        first.name: [(0.4, 0.1), (0.8, None)],
+        second.name: [(0.8, None), (1.2, None)],
+        third.name: [(1.2, None), (1.6, None)],
+    }
+    first.micro_batches = [(4, 1), (4, 1)]
+    benchmark._predict(first)
+    assert first.slowdown == pytest.approx(0.6 / 0.4)
 
 
 def test_without_turns_both_crews_are_there_to_learn_from() -> None:

@@ -121,7 +121,6 @@ def test_a_limit_holds_up_to_its_value() -> None:
 def test_options_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in (
         (["--phases", "profile,planes"], "found phases ['planes']"),
-        (["--total", "20"], "expected one of --totals"),
         (["--halved-rank", "4"], "expected one of 4 ranks"),
         (["--phases", "plans"], "run the phase profile first"),
     ):

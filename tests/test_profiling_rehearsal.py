@@ -20,7 +20,13 @@ from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal
 from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.rank_session import RankSession
-from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, learn_from_steps, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsed_rank import (
+    RehearsedRank,
+    RehearsedStep,
+    learn_from_cpu_seconds,
+    learn_from_steps,
+)
 
 
 TIMEOUT_SECONDS = 60
@@ -65,39 +71,79 @@ def a_rank(*, load: float = 0.0) -> MeasuredRank:
     )
 
 
+def timed(*pairs: tuple[float, float]) -> list[RehearsedStep]:
+    """Steps of two samples: seconds without and with sending."""
+    return [RehearsedStep(2, *pair) for pair in pairs]
+
+
 def test_what_sending_adds_is_a_load_on_each_step() -> None:
-    learned = learn_from_steps(a_rank(), 2, [(2.0, 2.25), (2.01, 2.26), (1.99, 2.25), (2.0, 2.9)])
+    learned = learn_from_steps(a_rank(), timed((2.0, 2.25), (2.01, 2.26), (1.99, 2.25), (2.0, 2.9)))
     assert learned.communication_load_seconds == pytest.approx(0.255)
     assert learned == a_rank(load=learned.communication_load_seconds)
 
 
 def test_a_machine_whose_speed_changed_scales_the_curve_and_not_the_load() -> None:
     # From one pair to the next everything takes half as long again; neighbours differ by the same 0.3 s.
-    learned = learn_from_steps(a_rank(), 2, [(2.4, 2.7), (2.4, 2.7), (2.4, 2.7), (2.5, 2.8), (3.6, 3.9)])
+    learned = learn_from_steps(a_rank(), timed((2.4, 2.7), (2.4, 2.7), (2.4, 2.7), (2.5, 2.8), (3.6, 3.9)))
     assert learned.communication_load_seconds == pytest.approx(0.3)
     assert learned.time.seconds == pytest.approx((1.2, 4.8))
     assert learned.bucket_ready[0].seconds == pytest.approx((0.6, 2.4))
-    faster = learn_from_steps(a_rank(), 2, [(1.6, 1.9)] * 4)
+    faster = learn_from_steps(a_rank(), timed(*[(1.6, 1.9)] * 4))
     assert faster.time.seconds == pytest.approx((0.8, 3.2))
     assert faster.communication_load_seconds == pytest.approx(0.3)
 
 
 def test_steps_that_are_shorter_with_sending_scale_the_curve_to_them() -> None:
-    learned = learn_from_steps(a_rank(), 2, [(2.0, 1.8), (2.0, 1.8), (2.02, 1.81), (2.0, 1.79)])
+    learned = learn_from_steps(a_rank(), timed((2.0, 1.8), (2.0, 1.8), (2.02, 1.81), (2.0, 1.79)))
     assert learned.time.seconds == pytest.approx((0.9, 3.6)) and learned.communication_load_seconds == 0
     assert learned.bucket_ready[0].seconds == pytest.approx((0.45, 1.8))
 
 
 @pytest.mark.parametrize(
-    "steps",
+    "pairs",
     [
         [(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)],
         [(2.0, 2.0)] * 3,
         [(2.0, 2.4), (2.4, 1.9), (1.8, 2.1), (2.0, 1.8)],
     ],
 )
-def test_differences_that_chance_makes_change_nothing(steps: list[tuple[float, float]]) -> None:
-    assert learn_from_steps(a_rank(), 2, steps) == a_rank()
+def test_differences_that_chance_makes_change_nothing(pairs: list[tuple[float, float]]) -> None:
+    assert learn_from_steps(a_rank(), timed(*pairs)) == a_rank()
+
+
+def counted(size: int, alone: float, sending: float, cpu: float, added: float, beside: float) -> RehearsedStep:
+    return RehearsedStep(size, alone, sending, cpu, added, beside)
+
+
+def test_limited_cpu_time_that_sending_takes_delays_a_step_even_if_it_was_taken_while_the_rank_waited() -> None:
+    # Half a core computes for 2 s; threads beside it take 0.1 s, and the computing thread 0.05 s more.
+    steps = [counted(2, 2.0, 2.0, 1.0, 0.05, 0.1), counted(2, 2.0, 1.9, 1.0, 0.04, 0.1)]
+    learned = learn_from_cpu_seconds(a_rank(), [*steps, counted(2, 2.0, 2.4, 1.0, 0.3, 0.1)])
+    assert learned == a_rank(load=learned.communication_load_seconds)
+    assert learned.communication_load_seconds == pytest.approx(0.15 / 0.5)
+
+
+def test_steps_of_several_sizes_show_one_speed() -> None:
+    steps = [counted(size, 1.5 * size, 1.5 * size, 0.6 * size, -0.01, 0.08) for size in (1, 2, 3)]
+    learned = learn_from_cpu_seconds(a_rank(), steps)
+    assert learned.time.seconds == pytest.approx((1.5, 6.0))
+    # 0.4 of a core, and a computing thread that was a little faster by chance.
+    assert learned.communication_load_seconds == pytest.approx(0.08 / 0.4)
+
+
+def test_a_rank_that_waits_keeps_the_load_that_it_had_when_others_waited_for_it() -> None:
+    rank = RehearsedRank(a_rank(), cpu_time_is_limited=False)
+    assert rank.learn(timed(*[(2.0, 2.4)] * 6)).communication_load_seconds == pytest.approx(0.4)
+    assert rank.learn(timed(*[(2.0, 2.0)] * 6)).communication_load_seconds == pytest.approx(0.4)
+    assert rank.learn(timed(*[(2.0, 2.6)] * 6)).communication_load_seconds == pytest.approx(0.6)
+
+
+def test_counted_cpu_time_of_all_rehearsals_counts() -> None:
+    rank = RehearsedRank(a_rank(), cpu_time_is_limited=True)
+    first = rank.learn([counted(2, 2.0, 2.0, 1.0, 0.0, beside) for beside in (0.1, 0.1, 0.4)])
+    assert first.communication_load_seconds == pytest.approx(0.2)
+    second = rank.learn([counted(3, 3.0, 3.0, 1.5, 0.0, beside) for beside in (0.4, 0.4, 0.4)])
+    assert second.communication_load_seconds == pytest.approx(0.8)
 
 
 class BusyReduction(ExactReduction):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +20,12 @@ from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks, session
 from accelerate_lshdp.profiling.alone import LoneRank
-from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.network import all_reduce_sizes
 from accelerate_lshdp.profiling.probing import with_margin
 from accelerate_lshdp.profiling.rank_session import RankSession
 from accelerate_lshdp.profiling.rehearsal import Rehearsal
+from accelerate_lshdp.profiling.rehearsed_rank import RehearsedStep
 from accelerate_lshdp.profiling.subject import Samples, fresh, output_loss
 
 
@@ -405,23 +404,23 @@ def rehearsed_plans(loads: list[list[float]]) -> tuple[list[int], float]:
         loads: of each rank, what its rehearsals find, in turn.
     """
     sizes: list[int] = []
+    accelerator = an_accelerator()
 
-    def rehearse(self: RankSession, rehearsal: Rehearsal, sender: Any) -> list[tuple[float, float]]:
+    def rehearse(self: RankSession, rehearsal: Rehearsal, sender: Any) -> list[RehearsedStep]:
         sizes.append(rehearsal.micro_batch_size)
-        return []
+        load = loads[accelerator.process_index][len(sizes) - 1]
+        alone = SAMPLE_SECONDS * sizes[-1]
+        return [RehearsedStep(sizes[-1], alone, alone + load)] * rehearsal.steps
 
-    def learn(alone: MeasuredRank, size: int, steps: list[tuple[float, float]]) -> MeasuredRank:
-        return replace(alone, communication_load_seconds=loads[alone.rank][len(sizes) - 1])
-
-    clock, accelerator = Clock(), an_accelerator()
+    clock = Clock()
     options = ProfilingOptions(strategy="lsdp", max_batch=7, total_batch_size=8)
-    before = RankSession.rehearse, session.learn_from_steps
-    RankSession.rehearse, session.learn_from_steps = rehearse, learn
+    before = RankSession.rehearse, session.cpu_quota
+    RankSession.rehearse, session.cpu_quota = rehearse, lambda: None
     try:
         ranks = profile_ranks(a_subject(clock.loss, clock), options, accelerator, clock=clock).ranks
     finally:
-        RankSession.rehearse, session.learn_from_steps = before
-    return sizes, ranks[accelerator.process_index].communication_load_seconds
+        RankSession.rehearse, session.cpu_quota = before
+    return sizes, round(ranks[accelerator.process_index].communication_load_seconds, 6)
 
 
 def test_the_plan_of_a_known_total_is_rehearsed_until_it_repeats(workers) -> None:

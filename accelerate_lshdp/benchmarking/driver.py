@@ -58,8 +58,8 @@ class ClusterBenchmark:
         self._say = say
         self._knowledge: Knowledge | None = None
         self._formats: dict[str, Format] = {}
-        # Of each network and crew, what the ranks told whenever their speed was checked.
-        self._checks: dict[tuple[str, str], list[Any]] = defaultdict(list)
+        # Of each case on each network, what the ranks told when their speed was checked before and after its turns.
+        self._checks: dict[str, list[Any]] = defaultdict(list)
         self._size: ModelSize | None = None
         nodes = [node.ranks for node in config.clusters[cluster]]
         self._ranks = sum(nodes)
@@ -153,14 +153,15 @@ class ClusterBenchmark:
         told = launch.call("measure_overheads", crew=crew, timeout=BUILD_SECONDS, is_peer=crew == PEERS)
         return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
 
-    def _check_speed(self, launch: Launch, network: str) -> None:
-        """How fast the ranks are at present, in the processes of each crew."""
+    def _check_speed(self, launch: Launch, measurement: Measurement, before: Measurement | None) -> None:
+        """How fast the ranks are at present, in the processes of a case: between its turn and that of another."""
         if self._knowledge is None:
             return
         sizes, _ = self._knowledge.check_micro_batches(self.config.total_batch_size)
-        for crew in launch.crews:
-            told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
-            self._checks[network, crew].append(told)
+        crew = _crew(measurement)
+        told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
+        for neighbour in filter(None, (before, measurement)):
+            self._checks[neighbour.name].append(told)
 
     # Measuring
 
@@ -173,10 +174,8 @@ class ClusterBenchmark:
         with launch.as_described(self.config.networks[network]):
             for turn in range(self.config.rounds):
                 self._say(f"{network}: round {turn + 1} of {self.config.rounds}")
-                self._check_speed(launch, network)
                 first = turn * len(cases) // self.config.rounds
-                for measurement in cases[first:] + cases[:first]:
-                    self._attempt(measurement, lambda m: self._take_turn(launch, m))
+                self._take_turns(launch, cases[first:] + cases[:first])
         for measurement in cases:
             self._predict(measurement)
             self._attempt(measurement, lambda m: self._end(launch, m))
@@ -196,9 +195,7 @@ class ClusterBenchmark:
                         self._train(launch, measurement, MEMORY_STEPS)
                     else:
                         with launch.as_described(self.config.networks[measurement.network]):
-                            for _ in range(self.config.rounds):
-                                self._check_speed(launch, measurement.network)
-                                self._take_turn(launch, measurement)
+                            self._take_turns(launch, [measurement] * self.config.rounds)
                         self._predict(measurement)
                         self._end(launch, measurement)
             if meter is not None:
@@ -230,7 +227,7 @@ class ClusterBenchmark:
 
     def _predict(self, measurement: Measurement) -> None:
         """The step at the speed that the machine had in the rounds on the case's network."""
-        checks = self._checks[measurement.network, _crew(measurement)]
+        checks = self._checks[measurement.name]
         if self._knowledge is None or not checks:
             return
         _, expected = self._knowledge.check_micro_batches(self.config.total_batch_size)
@@ -243,13 +240,32 @@ class ClusterBenchmark:
         except ValueError as error:  # sizes that the file gives may be larger than those that were measured
             self._say(f"{measurement.name} is not predicted: {error}")
 
+    def _take_turns(self, launch: Launch, measurements: Sequence[Measurement]) -> None:
+        """A turn of each, with the speed checked before and after it; one that fails takes no more."""
+        last: Measurement | None = None
+        for measurement in measurements:
+            if measurement.error is None:
+                self._check_speed(launch, measurement, last)
+                self._attempt(measurement, lambda m: self._take_turn(launch, m))
+                last = measurement
+        if last is not None:
+            self._check_speed(launch, last, None)
+
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
-        """Some steps that do not count, then those that do, as many as there is time for."""
-        steps = self.config.steps
-        if self.config.uncounted_steps:
+        """The steps that count, as many as there is time for, after some that do not.
+
+        A check of the speed serves as such a step: with it every turn begins alike. Only the first step of all does
+        more, such as making the optimizer's state.
+        """
+        steps, seconds = self.config.steps, None
+        checked = bool(self._checks[measurement.name])
+        if self.config.uncounted_steps and not (checked and measurement.turns):
             spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))
-            left = self.config.turn_seconds - sum(spent)
-            steps = max(1, min(steps, round(left / spent[-1])))
+            seconds, left = spent[-1], self.config.turn_seconds - sum(spent)
+        elif measurement.turns:
+            seconds, left = measurement.turns[-1][-1], self.config.turn_seconds
+        if seconds is not None:
+            steps = max(1, min(steps, round(left / seconds)))
         before = launch.sent_between_nodes(), launch.sent_inside_nodes()
         trained = self._train(launch, measurement, steps)
         sent = _difference(before, (launch.sent_between_nodes(), launch.sent_inside_nodes()))

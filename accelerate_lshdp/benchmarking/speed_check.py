@@ -2,10 +2,10 @@
 """How fast ranks are while cases take their turns.
 
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
-use, too, its speed changes meanwhile. So in every round each rank trains some micro-batches of a plain model, of the
-size that the plan gives it, without sending anything, and predictions are made for the speed that this shows:
-what they tell is then what communication and sharding cost, not how the machine's speed changed. Nothing of a case's
-own steps is used.
+use, too, its speed changes meanwhile, within seconds. So before and after each turn of a case the ranks train some
+micro-batches of a plain model, of the size that the plan gives them, without sending anything, and the case is
+predicted for the speed that this shows: what is compared is then what communication and sharding cost, not how the
+machine's speed changed. Nothing of a case's own steps is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: Of a check; the first one does not count.
-STEPS = 3
+STEPS = 2
 
 
 class SpeedCheck:
@@ -45,18 +45,19 @@ class SpeedCheck:
         self._optimizer = optimizer
         self._batch = next(iter(DataLoader(samples, batch_size=size)))
 
-    def run(self) -> list[tuple[float, float]]:
-        """Wall seconds of forward and backward and of the optimizer's step, of each counted step."""
+    def run(self) -> list[tuple[float, float | None]]:
+        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step, of each counted step."""
         return [self._step() for _ in range(STEPS)][1:]
 
-    def _step(self) -> tuple[float, float]:
+    def _step(self) -> tuple[float, float | None]:
         begun = time.perf_counter()
         self._model(**self._batch).loss.backward()
-        computed = time.perf_counter()
+        computed, stepped = time.perf_counter(), None
         if self._optimizer is not None:
             self._optimizer.step()
+            stepped = time.perf_counter() - computed
         self._model.zero_grad()
-        return computed - begun, time.perf_counter() - computed
+        return computed - begun, stepped
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Speed:
 
 
 def speed_of(
-    checks: Sequence[Sequence[Sequence[tuple[float, float]]]], expected: Sequence[float], nodes: Sequence[int]
+    checks: Sequence[Sequence[Sequence[tuple[float, float | None]]]], expected: Sequence[float], nodes: Sequence[int]
 ) -> Speed:
     """From what the ranks told in several checks: medians over all steps.
 
@@ -87,7 +88,7 @@ def speed_of(
     for rank, seconds in enumerate(expected):
         steps = [step for check in checks for step in check[rank]]
         slowdowns.append(median(computed for computed, _ in steps) / seconds)
-        optimizer.append(median(stepped for _, stepped in steps))
+        optimizer.append(median([stepped for _, stepped in steps if stepped is not None] or [0.0]))
     left = iter(optimizer)
     of_ranks = tuple(seconds for count in nodes for seconds in [mean(islice(left, count))] * count)
     return Speed(mean(slowdowns), of_ranks)

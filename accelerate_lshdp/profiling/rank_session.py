@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.planning.curves import MemoryCurve, TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
 from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
-from accelerate_lshdp.profiling.rehearsal import Rehearsal
+from accelerate_lshdp.profiling.rehearsal import Rehearsal, SharedPart
+from accelerate_lshdp.profiling.rehearsed_rank import RehearsedStep
 from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
 from accelerate_lshdp.profiling.subject import Samples
 
@@ -45,6 +45,22 @@ class Surroundings:
     another_failed: Callable[[], bool] = lambda: False
     on_measurement: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU seconds of this thread, and of the others of the process."""
+
+    own: float
+    others: float
+
+    @classmethod
+    def now(cls) -> CpuTime:
+        own = time.thread_time()
+        return cls(own, time.process_time() - own)
+
+    def __sub__(self, other: CpuTime) -> CpuTime:
+        return CpuTime(self.own - other.own, self.others - other.others)
 
 
 class RankSession:
@@ -186,28 +202,42 @@ class RankSession:
             return repeats[0].median, [], []
         return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
 
-    def rehearse(self, rehearsal: Rehearsal, sender: GradientReduction) -> list[tuple[float, float]]:
-        """Seconds of the forward and backward of steps that send nothing and of real ones, in turns (collective).
-
-        What this rank waits for others is not in them.
+    def rehearse(self, rehearsal: Rehearsal, sender: SharedPart) -> list[RehearsedStep]:
+        """Forwards and backwards that send nothing and, in turns with them, those of real steps (collective).
 
         Args:
             rehearsal: the micro-batch size and the number of steps, which is the same on all ranks.
             sender: sends gradients as a real run does.
         """
-        batch = self._rank.to_device(self._samples.batch(rehearsal.micro_batch_size))
-        steps: list[tuple[float, float]] = []
+        size = rehearsal.micro_batch_size
+        batch = self._rank.to_device(self._samples.batch(size))
+        steps: list[RehearsedStep] = []
         for _ in range(1 + rehearsal.steps):
             self._go_on()
             self._rank.drop_gradients()
+            begun = CpuTime.now()
             alone = self._train(batch)
+            alone_cpu = CpuTime.now() - begun
             self._rank.drop_gradients()
             self._rank.clock.take()
+            sender.polling_cpu_seconds()
             self._noting.sender = sender
+            begun = CpuTime.now()
             try:
-                steps.append((alone, self._train(batch, synchronise=True) - self._rank.clock.take()))
+                sending = self._train(batch, synchronise=True) - self._rank.clock.take()
             finally:
                 self._noting.sender = None
+            added = CpuTime.now() - begun - alone_cpu
+            steps.append(
+                RehearsedStep(
+                    size,
+                    alone,
+                    sending,
+                    alone_cpu_seconds=alone_cpu.own + alone_cpu.others,
+                    added_cpu_seconds=added.own - sender.polling_cpu_seconds(),
+                    beside_cpu_seconds=added.others,
+                )
+            )
             self._surroundings.on_measurement()
         self._rank.drop_gradients()
         return steps[1:]  # in the first step connections are made

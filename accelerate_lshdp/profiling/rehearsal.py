@@ -1,41 +1,35 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a rank's forward and backward take in real steps, beside what it measured by itself.
+"""Steps that all ranks train together before they are planned: how many, and how their gradients are sent.
 
 Gradients travel while the backward goes on, and copying and summing them takes time of the processor that computes:
 little where a GPU computes, much on a CPU with few cores. So all ranks train a few steps together, sending gradients
-as their strategy does, in turns with steps in which nobody sends. The difference of two neighbours is what sending
-takes, whatever else made the machine faster or slower since the curve was measured.
+as their strategy does, in turns with steps in which nobody sends (`rehearsed_rank` says what follows from them).
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 
 import torch
 
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
+from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
 from accelerate_lshdp.engine.groups import new_group
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.reductions import make_reduction
 from accelerate_lshdp.plan_sections import Communication
 from accelerate_lshdp.planning.curves import TimeCurve
-from accelerate_lshdp.profiling.measured import MeasuredRank
 
 
 MOST_STEPS = 30
 LEAST_STEPS = 6
-# A difference counts if it is more than the standard error of the median: on a busy machine steps differ anyway. For
-# normal noise that is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
-_SIGNIFICANCE = 1.25 * 1.48
-_NEGLIGIBLE = 0.01
 # Two steps in times of their micro-batch: with what sending adds to one, and what ranks wait for each other and the
 # network.
 _STEPS = 3
 _POLL_SECONDS = 0.001
+# Asking for failures is a message to another node.
+_POLLS_PER_QUESTION = 100
 
 
 @dataclass(frozen=True)
@@ -60,40 +54,6 @@ def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsa
     return [Rehearsal(max(sizes, default=1), steps) for sizes in fitting]
 
 
-def learn_from_steps(
-    measured: MeasuredRank, micro_batch_size: int, steps: Sequence[tuple[float, float]]
-) -> MeasuredRank:
-    """The rank as the steps of a rehearsal show it.
-
-    If those that send take longer than those that do not, by more than chance, sending takes the difference from every
-    step. The curve is scaled to what the steps without sending took, or if they send at no cost, to both: the machine
-    may be slower than before, and ranks that share it were in each other's way while all of them measured without a
-    pause.
-
-    Args:
-        measured: the rank as it measured itself.
-        micro_batch_size: of the steps.
-        steps: pairs of neighbours: seconds of forward and backward, without waiting, of one without and one with
-            sending.
-    """
-    expected = measured.time(micro_batch_size)
-    load = _significant([sending - alone for alone, sending in steps], 0.0, expected)
-    if load > 0:
-        change = _significant([alone for alone, _ in steps], expected, expected)
-        measured = replace(measured, communication_load_seconds=load)
-    else:
-        change = _significant([min(pair) if load < 0 else sum(pair) / 2 for pair in steps], expected, expected)
-    return measured.slowed_down(1 + change / expected) if change else measured
-
-
-def _significant(seconds: Sequence[float], expected: float, scale: float) -> float:
-    """By how much the median is off what was expected; 0 if chance explains it, or if it is little on that scale."""
-    middle = median(seconds)
-    deviation = median(abs(value - middle) for value in seconds)
-    chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * scale)
-    return middle - expected if abs(middle - expected) > chance else 0.0
-
-
 class SharedPart(GradientReduction):
     """Sums between nodes the parts of a buffer that a rank of a real run would send.
 
@@ -112,6 +72,11 @@ class SharedPart(GradientReduction):
         self._reductions = reductions
         self._parts = parts
         self._raise_if_another_failed = raise_if_another_failed
+        self._polling = WaitClock(time.thread_time)
+
+    def polling_cpu_seconds(self) -> float:
+        """What waiting took of the processor since the last call."""
+        return self._polling.take()
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         shards = [torch.Size((-(-shape[0] // self._parts), *shape[1:])) if shape else shape for shape in shapes]
@@ -120,28 +85,35 @@ class SharedPart(GradientReduction):
         started = [
             reduction.start(copy, index, shards) for reduction, copy in zip(self._reductions, copies, strict=True)
         ]
-        return _Watched(started, self._raise_if_another_failed)
+        return _Watched(started, self._raise_if_another_failed, self._polling)
 
 
 class _Watched(PendingReduction):
-    def __init__(self, pending: Sequence[PendingReduction], raise_if_another_failed: Callable[[], None]) -> None:
+    def __init__(
+        self, pending: Sequence[PendingReduction], raise_if_another_failed: Callable[[], None], polling: WaitClock
+    ) -> None:
         self._pending = pending
         self._raise_if_another_failed = raise_if_another_failed
+        self._polling = polling
 
     def is_done(self) -> bool:
         return all(pending.is_done() for pending in self._pending)
 
     def wait(self) -> None:
-        while not self.is_done():
-            self._raise_if_another_failed()
-            time.sleep(_POLL_SECONDS)
+        with self._polling.waiting():
+            polls = 0
+            while not self.is_done():
+                if polls % _POLLS_PER_QUESTION == 0:
+                    self._raise_if_another_failed()
+                polls += 1
+                time.sleep(_POLL_SECONDS)
         for pending in self._pending:
             pending.wait()
 
 
 def make_sender(
     policies: ShardingPolicies, rank: int, communication: Communication, raise_if_another_failed: Callable[[], None]
-) -> GradientReduction | None:
+) -> SharedPart | None:
     """What sends a rank's gradients between nodes as its strategy does (collective: it makes process groups).
 
     None where no gradient travels during the backward: on one node, and under the world-sharded strategies, whose

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.agreement import raise_together
-from accelerate_lshdp.engine.collectives import GradientReduction
+from accelerate_lshdp.engine.cpu_cores import cpu_quota
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.plan import Strategy
@@ -28,7 +28,8 @@ from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
 from accelerate_lshdp.profiling.readiness import NotingReduction
-from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, learn_from_steps, make_sender, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, SharedPart, make_sender, plan_rehearsal
+from accelerate_lshdp.profiling.rehearsed_rank import RehearsedRank
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
 
@@ -282,25 +283,27 @@ class _Run:
         if self._sender is None:
             return profile
         alone = profile.ranks[self._accelerator.process_index]
+        rank = RehearsedRank(alone, self._cpu_time_is_limited())
         seconds = max(self._left(), _LEAST_LOAD * self._options.seconds)
         sizes = self._planned_sizes(profile)
         if sizes is None:
             rehearsal = plan_rehearsal([rank.time for rank in profile.ranks], seconds)[alone.rank]
-            return self._with_ranks(profile, self._learn(session, alone, rehearsal))
-        learned: MeasuredRank | None = None
+            return self._with_ranks(profile, rank.learn(session.rehearse(rehearsal, self._sender)))
         rehearsed: set[tuple[int, ...]] = set()
         while sizes is not None and sizes not in rehearsed and len(rehearsed) < _MOST_PLANS:
             if rehearsed and self._left() <= 0:
                 break
             rehearsed.add(sizes)
-            size = sizes[alone.rank]
-            found = self._learn(session, alone, Rehearsal(size, LEAST_STEPS))
-            # A rank that others wait for shows what sending takes; one that waits does that work meanwhile.
-            if learned is None or _step_seconds(found, size) > _step_seconds(learned, size):
-                learned = found
-            profile = self._with_ranks(profile, learned)
+            steps = session.rehearse(Rehearsal(sizes[alone.rank], LEAST_STEPS), self._sender)
+            profile = self._with_ranks(profile, rank.learn(steps))
             sizes = self._planned_sizes(profile)
         return profile
+
+    def _cpu_time_is_limited(self) -> bool:
+        """Whether a control group gives this rank less CPU time than its computing can use."""
+        quota = cpu_quota() if self._accelerator.device.type == "cpu" else None
+        local_ranks = self._topology.node_sizes[self._topology.node]
+        return quota is not None and quota / local_ranks <= torch.get_num_threads()
 
     def _planned_sizes(self, profile: Profile) -> tuple[int, ...] | None:
         """Micro-batches of the plan for the global batch that is wanted; None: unknown, or there is no plan."""
@@ -317,11 +320,6 @@ class _Run:
             return None
         return tuple(planned.batch_sizes)
 
-    def _learn(self, session: RankSession, alone: MeasuredRank, rehearsal: Rehearsal) -> MeasuredRank:
-        """Rehearses; `alone` is this rank as it measured itself, without the others."""
-        steps = session.rehearse(rehearsal, self._sender)
-        return learn_from_steps(alone, rehearsal.micro_batch_size, steps)
-
     def _with_ranks(self, profile: Profile, learned: MeasuredRank) -> Profile:
         """What all ranks have learned (collective)."""
         return replace(profile, ranks=tuple(self._gather(learned)))
@@ -330,7 +328,7 @@ class _Run:
         """What is left of the phase, the same on all ranks (collective)."""
         return min(self._gather(self._remaining()))
 
-    def _make_sender(self) -> GradientReduction | None:
+    def _make_sender(self) -> SharedPart | None:
         if self._world_size == 1:
             return None
         communication = self._accelerator.lsdp_plugin.communication
@@ -368,10 +366,6 @@ class _Run:
         if self._world_size > 1:
             dist.all_gather_object(everyone, value)
         return everyone
-
-
-def _step_seconds(rank: MeasuredRank, size: int) -> float:
-    return rank.time(size) + rank.communication_load_seconds
 
 
 def device_name(device: torch.device) -> str:
