@@ -31,6 +31,7 @@ from emulated_speeds import EmulatedSpeeds
 from limits import Limit, limits_table
 from uneven_cluster_report import print_report
 
+from accelerate_lshdp.benchmarking.cases import equal_sizes
 from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
@@ -93,7 +94,7 @@ class Benchmark:
             rows.append(self._execute(profile, make_plan(profile, total)))
         middle = median(abs(row["error"]) for row in rows)
         self.limits.append(Limit("predicted compute of a plan: error, median over plans", middle, 0.05))
-        # One sample more or less on the slowest rank is a fifth of its work at 32 and a fortieth at 256.
+        # One sample more or less on the slowest rank is a fifth of its work at 32, whatever the plan.
         most = max(rows, key=lambda row: row["total_batch_size"])
         self.limits.append(
             Limit(f"idle fraction, global batch {most['total_batch_size']}", most["idle_fraction"], 0.06)
@@ -201,12 +202,8 @@ def make_plan(profile: Profile, total: int) -> BatchSizes:
         total,
         allow_accumulation=total > sum(rank.largest_micro_batch for rank in ranks),
         bucket_seconds=profile.bucket_seconds(),
+        shard_groups=profile.shard_groups(),
     )
-
-
-def equal_sizes(total: int, ranks: int) -> list[int]:
-    """An equal split, the remainder one each to the first ranks."""
-    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
 
 def main(argv: list[str] | None = None) -> int:

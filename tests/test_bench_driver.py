@@ -256,8 +256,19 @@ class KnowsTheSpeed:
 def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     # In its second network the machine is half as fast.
-    launch._check_speed = lambda sizes, is_peer: [(sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)] * 2
-    config = BenchmarkConfig.from_dict(DOCUMENT)
+    launch._check_speed = lambda sizes, is_peer: (sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)
+    results = [measurement.to_dict() for measurement in checked_benchmark(launch).run()]
+    turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
+    # Turns of three cases, in each a step that does not count before the others; three rounds on two networks.
+    assert turns == (["check_speed", "train", "train"] * 3 + ["check_speed"]) * (3 * 2)
+    assert [result["error"] for result in results] == [None] * 6
+    assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+    assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+
+
+def checked_benchmark(launch: PretendedLaunch, **changes: Any) -> ClusterBenchmark:
+    """One that knows the ranks already."""
+    config = BenchmarkConfig.from_dict({**DOCUMENT, **changes})
     benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
 
     def learn(launch: PretendedLaunch) -> None:
@@ -265,37 +276,51 @@ def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> N
         benchmark._knowledge = KnowsTheSpeed()
 
     benchmark._learn = learn
-    results = [measurement.to_dict() for measurement in benchmark.run()]
-    turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
-    # Three cases; a step that does not count before the others in each one's first turn; two networks.
-    first = ["check_speed", "train", "train"] * 3 + ["check_speed"]
-    later = ["check_speed", "train"] * 3 + ["check_speed"]
-    assert turns == (first + later * 2) * 2
-    assert [result["error"] for result in results] == [None] * 6
-    assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
-    assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+    return benchmark
 
 
-def test_a_turn_is_predicted_for_the_speed_before_and_after_it() -> None:
+def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_its_kind() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
-    # Plain PyTorch takes its optimizer's step in its own checks; the check of another case after its turn has none.
     told = iter([0.4, 0.8, 1.2, 1.6] * 6)
-    launch._check_speed = lambda sizes, is_peer: [(next(told), 0.1 if is_peer else None)]
-    config = BenchmarkConfig.from_dict(DOCUMENT)
-    benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
+    launch._check_speed = lambda sizes, is_peer: (next(told), 0.1 if is_peer else None)
+    benchmark = checked_benchmark(launch)
     first, second, third = [m for m in benchmark.measurements if m.network == benchmark.measurements[0].network]
     benchmark._knowledge = KnowsTheSpeed()
-    benchmark._attempt = lambda measurement, work: None
+    benchmark._take_turn = lambda launch, measurement: None
     benchmark._take_turns(launch.with_crews((ENGINE, PEERS)), [first, second, third])
-    seconds = {name: [check[0][0] for check in checks] for name, checks in benchmark._checks.items()}
+    seconds = {name: [check[0] for check in checks] for name, checks in benchmark._checks.items()}
+    assert first.case.is_peer and not second.case.is_peer
     assert seconds == {
-        first.name: [(0.4, 0.1), (0.8, None)],
+        first.name: [(0.4, 0.1)],
         second.name: [(0.8, None), (1.2, None)],
         third.name: [(1.2, None), (1.6, None)],
     }
-    first.micro_batches = [(4, 1), (4, 1)]
-    benchmark._predict(first)
-    assert first.slowdown == pytest.approx(0.6 / 0.4)
+    second.micro_batches = [(4, 1), (4, 1)]
+    benchmark._predict(second)
+    assert second.slowdown == pytest.approx(1.0 / 0.4)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_case_whose_step_fails_has_that_error_and_no_other_has_one(interleaved: bool) -> None:
+    def fail(method: str, arguments: dict) -> None:
+        if method == "train" and "ddp fp32" in arguments["name"] and "torch" not in arguments["name"]:
+            raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
+
+    launch = PretendedLaunch(lambda name, network: 1.0, fail)
+    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    results = {r["label"]: r for r in (m.to_dict() for m in checked_benchmark(launch, interleaved=interleaved).run())}
+    assert "MemoryError" in results["ddp fp32"]["error"] and "lost" not in results["ddp fp32"]["error"]
+    assert results["lsdp fp32"]["error"] is None and results["lsdp fp32"]["slowdown"] == 1.0
+
+
+def test_no_speed_is_checked_where_memory_is_measured_meanwhile() -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    results = [m.to_dict() for m in checked_benchmark(launch, interleaved=False, memory=True).run()]
+    assert [result["error"] for result in results] == [None] * 6
+    assert "check_speed" not in [method for method, _ in launch.calls]
+    for result in results:
+        assert result["predicted_seconds"] == (None if result["is_peer"] else 1.0)
+        assert result["peak_pss_bytes"] == [5, 7]
 
 
 def test_without_turns_both_crews_are_there_to_learn_from() -> None:

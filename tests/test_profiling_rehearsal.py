@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from training_cases import collate, image_dataset, image_loss, make_optimizer, t
 from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.engine.collectives import ExactReduction, PendingReduction
 from accelerate_lshdp.planning import TimeCurve
-from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal
+from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal, session
 from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.rank_session import RankSession
 from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, plan_rehearsal
@@ -116,34 +117,52 @@ def counted(size: int, alone: float, sending: float, cpu: float, added: float, b
 
 
 def test_limited_cpu_time_that_sending_takes_delays_a_step_even_if_it_was_taken_while_the_rank_waited() -> None:
-    # Half a core computes for 2 s; threads beside it take 0.1 s, and the computing thread 0.05 s more.
-    steps = [counted(2, 2.0, 2.0, 1.0, 0.05, 0.1), counted(2, 2.0, 1.9, 1.0, 0.04, 0.1)]
-    learned = learn_from_cpu_seconds(a_rank(), [*steps, counted(2, 2.0, 2.4, 1.0, 0.3, 0.1)])
+    # Half a core computes for 2 s; threads beside it take 0.1 s, and the computing thread half as much more.
+    steps = [counted(2, 2.0, 2.0, 1.0, added, 0.1) for added in (0.05, 0.04, 0.3)]
+    learned = learn_from_cpu_seconds(a_rank(), steps, steps, cores=0.5)
     assert learned == a_rank(load=learned.communication_load_seconds)
     assert learned.communication_load_seconds == pytest.approx(0.15 / 0.5)
 
 
+def test_what_computing_leaves_of_the_limit_is_free() -> None:
+    # 0.4 s of 0.8 * 2 s, of which computing takes 1.4.
+    steps = [counted(2, 2.0, 2.0, 1.4, 0.0, 0.4)]
+    assert learn_from_cpu_seconds(a_rank(), steps, steps, 0.8).communication_load_seconds == pytest.approx(0.2 / 0.8)
+    assert learn_from_cpu_seconds(a_rank(), steps, steps, 0.9).communication_load_seconds == pytest.approx(0.0)
+
+
 def test_steps_of_several_sizes_show_one_speed() -> None:
     steps = [counted(size, 1.5 * size, 1.5 * size, 0.6 * size, -0.01, 0.08) for size in (1, 2, 3)]
-    learned = learn_from_cpu_seconds(a_rank(), steps)
+    learned = learn_from_cpu_seconds(a_rank(), steps, steps, cores=0.4)
     assert learned.time.seconds == pytest.approx((1.5, 6.0))
-    # 0.4 of a core, and a computing thread that was a little faster by chance.
+    # The computing thread was a little faster by chance.
     assert learned.communication_load_seconds == pytest.approx(0.08 / 0.4)
 
 
+def test_how_much_computing_is_slowed_is_learned_of_all_ranks() -> None:
+    # Alone, this rank's computing seems to be slowed by 0.3 s.
+    own = [counted(2, 2.0, 2.0, 1.0, 0.3, 0.1)]
+    others = [counted(4, 2.0, 2.0, 1.0, added, 0.2) for added in (0.1, 0.08, 0.12, 0.1)]
+    learned = learn_from_cpu_seconds(a_rank(), own, [*own, *others], cores=0.5)
+    assert learned.communication_load_seconds == pytest.approx(0.1 * 1.5 / 0.5)
+
+
 def test_a_rank_that_waits_keeps_the_load_that_it_had_when_others_waited_for_it() -> None:
-    rank = RehearsedRank(a_rank(), cpu_time_is_limited=False)
-    assert rank.learn(timed(*[(2.0, 2.4)] * 6)).communication_load_seconds == pytest.approx(0.4)
-    assert rank.learn(timed(*[(2.0, 2.0)] * 6)).communication_load_seconds == pytest.approx(0.4)
-    assert rank.learn(timed(*[(2.0, 2.6)] * 6)).communication_load_seconds == pytest.approx(0.6)
+    rank = RehearsedRank(a_rank(), cores=None)
+    assert rank.learn([timed(*[(2.0, 2.4)] * 6)]).communication_load_seconds == pytest.approx(0.4)
+    assert rank.learn([timed(*[(2.0, 2.0)] * 6)]).communication_load_seconds == pytest.approx(0.4)
+    assert rank.learn([timed(*[(2.0, 2.6)] * 6)]).communication_load_seconds == pytest.approx(0.6)
 
 
-def test_counted_cpu_time_of_all_rehearsals_counts() -> None:
-    rank = RehearsedRank(a_rank(), cpu_time_is_limited=True)
-    first = rank.learn([counted(2, 2.0, 2.0, 1.0, 0.0, beside) for beside in (0.1, 0.1, 0.4)])
+def test_of_seconds_and_counted_cpu_seconds_the_larger_load_counts() -> None:
+    rank = RehearsedRank(a_rank(), cores=0.5)
+    first = rank.learn([[counted(2, 2.0, 2.05, 1.0, 0.0, beside) for beside in (0.1, 0.1, 0.4)]])
     assert first.communication_load_seconds == pytest.approx(0.2)
-    second = rank.learn([counted(3, 3.0, 3.0, 1.5, 0.0, beside) for beside in (0.4, 0.4, 0.4)])
+    # All rehearsals count, of any size.
+    second = rank.learn([[counted(3, 3.0, 3.0, 1.5, 0.0, 0.4)] * 3])
     assert second.communication_load_seconds == pytest.approx(0.8)
+    third = rank.learn([[counted(2, 2.0, 3.0, 1.0, 0.0, 0.1)] * 3])
+    assert third.communication_load_seconds == pytest.approx(1.0)
 
 
 class BusyReduction(ExactReduction):
@@ -174,6 +193,61 @@ def test_time_that_sending_takes_from_computing_is_found(workers, strategy, node
     for load, buckets, fixed in workers(2).run(measured_load, strategy, nodes=nodes, timeout=TIMEOUT_SECONDS):
         assert 0.7 * buckets * BUSY_SECONDS < load < 3 * buckets * BUSY_SECONDS
         assert fixed > load
+
+
+def burn(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class BurningReduction(ExactReduction):
+    """Takes CPU time for each buffer: of the thread that computes, of another one, or while that one waits."""
+
+    where = "computing"
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        if self.where == "computing":
+            burn(BUSY_SECONDS)
+        if self.where == "beside":
+            threading.Thread(target=burn, args=(BUSY_SECONDS,)).start()
+        pending = super().start(buffer, index, shapes)
+        return BurningWait(pending) if self.where == "waiting" else pending
+
+
+class BurningWait(PendingReduction):
+    def __init__(self, pending: PendingReduction) -> None:
+        self._pending = pending
+        self._end = time.perf_counter() + 3 * BUSY_SECONDS
+
+    def is_done(self) -> bool:
+        burn(BUSY_SECONDS / 10)
+        return self._pending.is_done() and time.perf_counter() > self._end
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+
+def load_of_limited_cpu_time(where: str) -> tuple[float, int]:
+    """Communication load and number of buckets under a quota of half a core a rank, of which nobody keeps us."""
+    BurningReduction.where = where
+    rehearsal.make_reduction = lambda communication, group: BurningReduction(group)
+    session.cpu_quota = lambda: 0.5
+    accelerator = LSHDPAccelerator()
+    model = tiny_vit()
+    loader = DataLoader(image_dataset(64), batch_size=4, collate_fn=collate)
+    subject = Subject(model, loader, make_optimizer(model, 1e-3, 0.0), image_loss)
+    profile = profile_ranks(subject, ProfilingOptions(seconds=3.0, strategy="lsdp", max_batch=8), accelerator)
+    return profile.ranks[dist.get_rank()].communication_load_seconds, len(profile.bucket_bytes)
+
+
+@pytest.mark.parametrize("where", ["computing", "beside", "waiting"])
+def test_cpu_time_that_sending_takes_is_a_load_and_that_of_waiting_is_not(workers, where: str) -> None:
+    for load, buckets in workers(2).run(load_of_limited_cpu_time, where, nodes=(1, 1), timeout=TIMEOUT_SECONDS):
+        if where == "waiting":
+            assert load < 0.5 * buckets * BUSY_SECONDS
+        else:  # at the rate at which ranks get CPU time, which is that of a whole core or what others leave of it
+            assert 0.8 * buckets * BUSY_SECONDS < load < 5 * buckets * BUSY_SECONDS
 
 
 def test_nothing_is_sent_on_one_node(workers):

@@ -32,8 +32,8 @@ from accelerate_lshdp.plan_validation import (
 
 MODEL_KINDS = ("vit", "gpt2")
 FORMATS = (FULL_PRECISION, "bf16", "int8", "powersgd")
-#: Figures of a case that limits may compare.
-COMPARED = ("step_seconds", "samples_per_second", "peak_pss_bytes", "peak_rank_bytes", "bytes_between_nodes")
+#: Figures of a case that limits may compare; the least is the best.
+COMPARED = ("step_seconds", "peak_pss_bytes", "peak_rank_bytes", "bytes_between_nodes")
 _REQUIRED = ("clusters", "networks", "models", "total_batch_size", "strategies")
 
 
@@ -55,8 +55,8 @@ class BenchmarkConfig:
             does hits all of them; else each has fresh processes of its own.
         rounds: turns that every case gets.
         steps: steps of a turn that count.
-        uncounted_steps: steps at the beginning of a turn that do not: caches are cold, ranks arrive one by one. Where
-            the ranks' speed is checked before each turn (a benchmark with a profile) only the first turn needs them.
+        uncounted_steps: steps at the beginning of each turn that do not: caches are cold, TCP's windows are those of a
+            connection that was idle.
         turn_seconds: a turn of a slow case ends after these, with at least one counted step.
         memory: whether peak memory is measured, in fresh processes for each case.
         profile_seconds: budget of the profiling run that plans and predictions are made from; 0: none.

@@ -17,7 +17,7 @@ from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads, micro_batches_of, read_formats
 from accelerate_lshdp.benchmarking.rank_processes import RankError
-from accelerate_lshdp.benchmarking.speed_check import speed_of
+from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
 from accelerate_lshdp.emulated_cluster import ClusterError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cluster_model import ModelSize
@@ -154,14 +154,18 @@ class ClusterBenchmark:
         return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
 
     def _check_speed(self, launch: Launch, measurement: Measurement, before: Measurement | None) -> None:
-        """How fast the ranks are at present, in the processes of a case: between its turn and that of another."""
-        if self._knowledge is None:
+        """How fast the ranks are at present, in the processes of a case: between its turn and that of another.
+
+        Not where memory is measured meanwhile: the model that it trains would count.
+        """
+        if self._knowledge is None or (self.config.memory and not self.config.interleaved):
             return
         sizes, _ = self._knowledge.check_micro_batches(self.config.total_batch_size)
         crew = _crew(measurement)
         told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
-        for neighbour in filter(None, (before, measurement)):
-            self._checks[neighbour.name].append(told)
+        self._checks[measurement.name].append(told)
+        if before is not None and _crew(before) == crew:  # another crew's processes may be tuned otherwise
+            self._checks[before.name].append(told)
 
     # Measuring
 
@@ -197,7 +201,7 @@ class ClusterBenchmark:
                         with launch.as_described(self.config.networks[measurement.network]):
                             self._take_turns(launch, [measurement] * self.config.rounds)
                         self._predict(measurement)
-                        self._end(launch, measurement)
+                        self._attempt(measurement, lambda m: self._end(launch, m))
             if meter is not None:
                 peaks = launch.call("peak_bytes", crew=crew)
                 for measurement in measurements:
@@ -226,12 +230,17 @@ class ClusterBenchmark:
         )
 
     def _predict(self, measurement: Measurement) -> None:
-        """The step at the speed that the machine had in the rounds on the case's network."""
-        checks = self._checks[measurement.name]
-        if self._knowledge is None or not checks:
+        """The step at the speed that the machine had around the case's turns; where none was checked, as profiled.
+
+        Plain PyTorch's optimizer is known from checks only: without them its cases are not predicted.
+        """
+        if self._knowledge is None or measurement.error is not None:
             return
         _, expected = self._knowledge.check_micro_batches(self.config.total_batch_size)
-        speed = speed_of(checks, expected, measurement.nodes)
+        checks = self._checks[measurement.name]
+        if not checks and measurement.case.is_peer:
+            return
+        speed = speed_of(checks, expected, measurement.nodes) if checks else Speed(1.0, ())
         measurement.slowdown = speed.slowdown
         try:
             measurement.predicted_seconds = self._knowledge.predicted_seconds(
@@ -243,29 +252,24 @@ class ClusterBenchmark:
     def _take_turns(self, launch: Launch, measurements: Sequence[Measurement]) -> None:
         """A turn of each, with the speed checked before and after it; one that fails takes no more."""
         last: Measurement | None = None
+
+        def take(measurement: Measurement) -> None:
+            self._check_speed(launch, measurement, last)
+            self._take_turn(launch, measurement)
+
         for measurement in measurements:
-            if measurement.error is None:
-                self._check_speed(launch, measurement, last)
-                self._attempt(measurement, lambda m: self._take_turn(launch, m))
-                last = measurement
+            self._attempt(measurement, take)
+            last = measurement
         if last is not None:
-            self._check_speed(launch, last, None)
+            self._attempt(last, lambda m: self._check_speed(launch, m, None))
 
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
-        """The steps that count, as many as there is time for, after some that do not.
-
-        A check of the speed serves as such a step: with it every turn begins alike. Only the first step of all does
-        more, such as making the optimizer's state.
-        """
-        steps, seconds = self.config.steps, None
-        checked = bool(self._checks[measurement.name])
-        if self.config.uncounted_steps and not (checked and measurement.turns):
+        """Some steps that do not count, then those that do, as many as there is time for."""
+        steps = self.config.steps
+        if self.config.uncounted_steps:
             spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))
-            seconds, left = spent[-1], self.config.turn_seconds - sum(spent)
-        elif measurement.turns:
-            seconds, left = measurement.turns[-1][-1], self.config.turn_seconds
-        if seconds is not None:
-            steps = max(1, min(steps, round(left / seconds)))
+            left = self.config.turn_seconds - sum(spent)
+            steps = max(1, min(steps, round(left / spent[-1])))
         before = launch.sent_between_nodes(), launch.sent_inside_nodes()
         trained = self._train(launch, measurement, steps)
         sent = _difference(before, (launch.sent_between_nodes(), launch.sent_inside_nodes()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, Case, equal_sizes
@@ -195,13 +196,13 @@ class Knowledge:
         collectives = collectives_of(strategy_traits(str(self.profile.strategy)), nodes)
         exchange = (collectives.all_reduce or ring_all_reduce)(self.model.gradient_bytes, nodes)
         count = len(self.profile.bucket_bytes)
-        idle = sum(
-            handled * exact.seconds_per_byte + count * ranks * exact.seconds_per_collective
-            for handled, ranks in zip(exchange.handled_bytes, nodes, strict=True)
-        )
-        cores = [node.cpu / node.ranks for node in self.nodes for _ in range(node.ranks)]
-        loads = [rank.communication_load_seconds for rank in self.profile.ranks]
-        loaded = sum(load * share for load, share in zip(loads, cores, strict=True))
+        loads = iter(rank.communication_load_seconds for rank in self.profile.ranks)
+        idle = loaded = 0.0
+        for handled, node in zip(exchange.handled_bytes, self.nodes, strict=True):
+            of_ranks = list(islice(loads, node.ranks))
+            if min(of_ranks) > 0:  # else computing leaves some of the limit free, which sending takes unnoticed
+                idle += handled * exact.seconds_per_byte + count * node.ranks * exact.seconds_per_collective
+                loaded += sum(of_ranks) * node.cpu / node.ranks
         ratio = max(1.0, loaded / idle) if idle > 0 else 1.0
         return replace(
             handling,

@@ -136,8 +136,8 @@ class Rank:
         batch = next(iter(DataLoader(self.samples, batch_size=1)))
         return seconds_per_unit(plain, peers.wrap("torch_fsdp", sharded, blocks, 1), len(blocks), batch)
 
-    def check_speed(self, *, sizes: list[int], is_peer: bool) -> list[tuple[float, float | None]]:
-        """Steps of a plain model without communication; see `speed_check.SpeedCheck.run`."""
+    def check_speed(self, *, sizes: list[int], is_peer: bool) -> tuple[float, float | None]:
+        """A step of a plain model without communication; see `speed_check.SpeedCheck.run`."""
         if self.speed_check is None:
             from accelerate_lshdp.benchmarking.speed_check import SpeedCheck
 

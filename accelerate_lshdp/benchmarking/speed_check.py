@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
-#: Of a check; the first one does not count.
-STEPS = 2
-
-
 class SpeedCheck:
     """One rank's part.
 
@@ -44,12 +40,10 @@ class SpeedCheck:
         self._model = model
         self._optimizer = optimizer
         self._batch = next(iter(DataLoader(samples, batch_size=size)))
+        self.run()  # the first one makes gradients and the optimizer's state
 
-    def run(self) -> list[tuple[float, float | None]]:
-        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step, of each counted step."""
-        return [self._step() for _ in range(STEPS)][1:]
-
-    def _step(self) -> tuple[float, float | None]:
+    def run(self) -> tuple[float, float | None]:
+        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step."""
         begun = time.perf_counter()
         self._model(**self._batch).loss.backward()
         computed, stepped = time.perf_counter(), None
@@ -75,9 +69,9 @@ class Speed:
 
 
 def speed_of(
-    checks: Sequence[Sequence[Sequence[tuple[float, float | None]]]], expected: Sequence[float], nodes: Sequence[int]
+    checks: Sequence[Sequence[tuple[float, float | None]]], expected: Sequence[float], nodes: Sequence[int]
 ) -> Speed:
-    """From what the ranks told in several checks: medians over all steps.
+    """From what the ranks told in several checks: medians.
 
     Args:
         checks: of each check, what each rank's `SpeedCheck.run` returned.
@@ -86,7 +80,7 @@ def speed_of(
     """
     slowdowns, optimizer = [], []
     for rank, seconds in enumerate(expected):
-        steps = [step for check in checks for step in check[rank]]
+        steps = [check[rank] for check in checks]
         slowdowns.append(median(computed for computed, _ in steps) / seconds)
         optimizer.append(median([stepped for _, stepped in steps if stepped is not None] or [0.0]))
     left = iter(optimizer)

@@ -149,13 +149,13 @@ def _tbf(network: NetworkDescription) -> str:
     (segmentation offload, as real network cards do it). Here nobody ever needs the cut, so we let it be: at 250 Mb/s
     it costs the receiver ten times the CPU time, which the nodes lack. A bucket smaller than such a segment with the
     headers of its packets, 68.4 kB, would
-    force the cut, so it holds at least one; at high rates it holds what passes in a millisecond, lest the timer's
-    resolution limit the rate. The rate counts the headers that the packets would have had.
+    force the cut, so it holds at least one; at high rates it holds what passes in 4 ms, lest the timer's resolution
+    limit the rate. The rate counts the headers that the packets would have had.
 
-    The queue holds what passes in 10 ms, as the port of a switch does. It fills when several nodes send to one: a much
-    longer one would delay all else on the link, with a much shorter one TCP loses segments and waits for its timers.
+    The queue holds four times as much, some milliseconds' worth, as the port of a switch does. It fills when several
+    nodes send to one: a much longer one would delay all else on the link, with a much shorter one TCP loses segments
+    and waits for its timers.
     """
-    bytes_per_second = network.bits_per_second / 8
-    burst = max(72_000, round(bytes_per_second * 4e-3))
-    limit = max(4 * burst, round(bytes_per_second * 10e-3))
+    burst = max(72_000, round(network.bits_per_second / 8 * 4e-3))
+    limit = 4 * burst
     return f"tbf rate {network.bits_per_second:.0f}bit burst {burst} limit {limit}"

@@ -216,10 +216,28 @@ class _StepWriter:
         inside = np.array(exchange.inside_bytes or (0.0,) * len(self.nodes))
         loads = self._loads(np.array(exchange.handled_bytes) - inside)
         held_back = held_back_seconds(self.cluster.processors) if self.blocks else 0.0
-        self.transfers.append(Transfer(held_back + exchange.seconds(self.cluster.link), loads, after))
+        between, within = exchange.seconds(self.cluster.link), self._seconds_within(exchange)
+        # In one stage both links are used at the same time.
+        wire = between if inside.any() else max(between, within)
+        self.transfers.append(Transfer(held_back + self._copy_seconds(payload) + wire, loads, after))
         if inside.any():
-            self.transfers.append(Transfer(0.0, self._loads(inside), after))
+            self.transfers.append(Transfer(within, self._loads(inside), after))
         return len(self.transfers) - 1
+
+    def _seconds_within(self, exchange: Exchange) -> float:
+        """On the links inside the nodes, where those are not the processors' work."""
+        if self.cluster.inside is None:
+            return 0.0
+        sizes = zip(exchange.handled_bytes, exchange.sent_bytes, self.nodes, strict=True)
+        busy = [((handled - sent) / ranks, ranks - 1) for handled, sent, ranks in sizes if handled > sent]
+        return max((self.cluster.inside.seconds(size, rounds) for size, rounds in busy), default=0.0)
+
+    def _copy_seconds(self, payload: float) -> float:
+        """Of each rank's part of a unit between the host, where an offloaded copy is, and its device."""
+        link = self.cluster.device_link
+        if link is None or not (self.traits.is_offloaded and self.traits.shared_by is SharedBy.WORLD):
+            return 0.0
+        return link.seconds(payload / len(self.group))
 
     def _loads(self, handled_bytes: np.ndarray) -> tuple[float, ...]:
         """What a collective takes of the processors of each node, beyond what is known to make backwards longer."""

@@ -19,7 +19,7 @@ from accelerate_lshdp.planning.network import Collective, ring_all_reduce
 
 #: Bytes of gradients: small ones show what a collective costs, large ones what bytes do.
 SIZES = (65_536, 8_388_608)
-_REPEATS = 5
+_REPEATS = 15
 
 
 def cpu_seconds_of(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
 from accelerate_lshdp.profiling.measured import MeasuredRank
@@ -51,25 +52,30 @@ class RehearsedRank:
 
     Args:
         measured: the rank as it measured itself.
-        cpu_time_is_limited: by a control group, so that computing alone can use all that the rank gets.
+        cores: CPU seconds per second that a control group gives it, if computing alone can use them; None: it can use
+            no more than it has.
     """
 
-    def __init__(self, measured: MeasuredRank, cpu_time_is_limited: bool) -> None:
+    def __init__(self, measured: MeasuredRank, cores: float | None) -> None:
         self._measured = measured
-        self._cpu_time_is_limited = cpu_time_is_limited
+        self._cores = cores
+        self._everyone: list[RehearsedStep] = []
         self._steps: list[RehearsedStep] = []
-        self._learned: MeasuredRank | None = None
+        self._seen: MeasuredRank | None = None
 
-    def learn(self, steps: Sequence[RehearsedStep]) -> MeasuredRank:
-        """The rank after one more rehearsal, all of whose steps have the same micro-batch."""
+    def learn(self, everyone: Sequence[Sequence[RehearsedStep]]) -> MeasuredRank:
+        """The rank after one more rehearsal: the steps of each rank, all of one rank with the same micro-batch."""
+        steps = everyone[self._measured.rank]
         self._steps += steps
-        if self._cpu_time_is_limited:
-            return learn_from_cpu_seconds(self._measured, self._steps)
+        self._everyone += chain.from_iterable(everyone)
         found, size = learn_from_steps(self._measured, steps), steps[0].micro_batch_size
         # A rank that others wait for shows what sending takes; one that waits does that work meanwhile.
-        if self._learned is None or _step_seconds(found, size) > _step_seconds(self._learned, size):
-            self._learned = found
-        return self._learned
+        if self._seen is None or _step_seconds(found, size) > _step_seconds(self._seen, size):
+            self._seen = found
+        if self._cores is None:
+            return self._seen
+        counted = learn_from_cpu_seconds(self._measured, self._steps, self._everyone, self._cores)
+        return max(self._seen, counted, key=lambda rank: rank.communication_load_seconds)
 
 
 def _step_seconds(rank: MeasuredRank, size: int) -> float:
@@ -97,20 +103,27 @@ def learn_from_steps(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> 
     return measured.slowed_down(1 + change / expected) if change else measured
 
 
-def learn_from_cpu_seconds(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:
-    """The rank as the CPU seconds of rehearsed steps show it, where computing uses all that it gets.
+def learn_from_cpu_seconds(
+    measured: MeasuredRank, steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep], cores: float
+) -> MeasuredRank:
+    """The rank as the CPU seconds of rehearsed steps show it, where a control group limits them.
 
-    What sending takes of them, computing has to wait for, at the rate at which the rank gets them.
+    A step whose computing takes t seconds and u CPU seconds, and whose sending takes v of them, ends after max(t,
+    (u + v) / cores): only what computing leaves of the limit is free.
 
     Args:
         measured: the rank as it measured itself.
-        steps: with any micro-batches.
+        steps: of this rank, with any micro-batches.
+        everyone: those of all ranks.
+        cores: CPU seconds per second that this rank may use.
     """
-    # What is added to the computing, if anything, is a small difference of long times; threads are read exactly.
-    added = max(0.0, median(step.added_cpu_seconds for step in steps))
-    taken = added + max(0.0, median(step.beside_cpu_seconds for step in steps))
-    rate = median(step.alone_cpu_seconds / step.alone_seconds for step in steps)
-    return _at_speed(replace(measured, communication_load_seconds=taken / rate), steps)
+    # Threads beside the computing one are read exactly. What they add to its own time by being in its way is a small
+    # difference of long times: in proportion to theirs, for which the steps of all ranks count.
+    shares = [step.added_cpu_seconds / step.beside_cpu_seconds for step in everyone if step.beside_cpu_seconds > 0]
+    beside = max(0.0, median(step.beside_cpu_seconds for step in steps))
+    taken = beside * (1 + max(0.0, median(shares or [0.0])))
+    late = median((step.alone_cpu_seconds + taken) / cores - step.alone_seconds for step in steps)
+    return _at_speed(replace(measured, communication_load_seconds=max(0.0, late)), steps)
 
 
 def _at_speed(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:

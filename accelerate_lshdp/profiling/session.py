@@ -283,27 +283,32 @@ class _Run:
         if self._sender is None:
             return profile
         alone = profile.ranks[self._accelerator.process_index]
-        rank = RehearsedRank(alone, self._cpu_time_is_limited())
+        rank = RehearsedRank(alone, self._limited_cores())
         seconds = max(self._left(), _LEAST_LOAD * self._options.seconds)
         sizes = self._planned_sizes(profile)
         if sizes is None:
             rehearsal = plan_rehearsal([rank.time for rank in profile.ranks], seconds)[alone.rank]
-            return self._with_ranks(profile, rank.learn(session.rehearse(rehearsal, self._sender)))
+            steps = self._gather(session.rehearse(rehearsal, self._sender))
+            return self._with_ranks(profile, rank.learn(steps))
         rehearsed: set[tuple[int, ...]] = set()
         while sizes is not None and sizes not in rehearsed and len(rehearsed) < _MOST_PLANS:
             if rehearsed and self._left() <= 0:
                 break
             rehearsed.add(sizes)
-            steps = session.rehearse(Rehearsal(sizes[alone.rank], LEAST_STEPS), self._sender)
+            steps = self._gather(session.rehearse(Rehearsal(sizes[alone.rank], LEAST_STEPS), self._sender))
             profile = self._with_ranks(profile, rank.learn(steps))
             sizes = self._planned_sizes(profile)
         return profile
 
-    def _cpu_time_is_limited(self) -> bool:
-        """Whether a control group gives this rank less CPU time than its computing can use."""
-        quota = cpu_quota() if self._accelerator.device.type == "cpu" else None
-        local_ranks = self._topology.node_sizes[self._topology.node]
-        return quota is not None and quota / local_ranks <= torch.get_num_threads()
+    def _limited_cores(self) -> float | None:
+        """CPU seconds per second of this rank, where a control group gives it fewer than its computing can use."""
+        # CPU seconds do not go with a clock of another kind.
+        is_timed = self._accelerator.device.type == "cpu" and self._clock is time.perf_counter
+        quota = cpu_quota() if is_timed else None
+        if quota is None:
+            return None
+        cores = quota / self._topology.node_sizes[self._topology.node]
+        return cores if cores <= torch.get_num_threads() else None
 
     def _planned_sizes(self, profile: Profile) -> tuple[int, ...] | None:
         """Micro-batches of the plan for the global batch that is wanted; None: unknown, or there is no plan."""
