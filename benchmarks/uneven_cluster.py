@@ -68,13 +68,13 @@ class Benchmark:
         self.results: dict[str, Any] = {}
         self.limits: list[Limit] = []
 
-    def profile(self, shares: Sequence[float]) -> tuple[Profile, float]:
-        """One profiling run under these shares; returns the profile and its wall seconds."""
+    def profile(self, shares: Sequence[float], largest_total: int) -> tuple[Profile, float]:
+        """One profiling run under these shares, for totals up to one; returns the profile and its wall seconds."""
         arguments = self.arguments
         say(f"profiling at shares {list(shares)}")
         self.ranks.call("prepare_profile", timeout=BUILD_SECONDS, seed=arguments.seed)
         self.speeds.apply(shares)
-        most = max(*arguments.totals, arguments.total) - len(shares) + 1
+        most = largest_total - len(shares) + 1
         seconds = arguments.profile_seconds
         told = self.ranks.call(
             "profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most, total=arguments.total
@@ -83,7 +83,7 @@ class Benchmark:
         return Profile.from_dict(told[0]["profile"]), max(entry["wall_seconds"] for entry in told)
 
     def profile_phase(self) -> Profile:
-        profile, seconds = self.profile(self.arguments.shares)
+        profile, seconds = self.profile(self.arguments.shares, max(*self.arguments.totals, self.arguments.total))
         self.results["profile"] = {"wall_seconds": seconds, **profile.to_dict()}
         self.limits.append(Limit("profiling run: seconds", seconds, 90.0))
         return profile
@@ -139,7 +139,7 @@ class Benchmark:
             learning = self._train("auto", arguments.steps)
             self.speeds.lift()
             if shares is halved:
-                profile, _ = self.profile(halved)
+                profile, _ = self.profile(halved, arguments.total)
             plan = make_plan(profile, arguments.total)
             situations.append({"name": name, "shares": shares, **self._compare_with(plan, shares, learning)})
             self.limits.append(Limit(f"automatic / full profiling, {name}: step time", situations[-1]["ratio"], 1.08))

@@ -101,6 +101,19 @@ def test_what_fsdp_does_itself_counts_where_it_shards() -> None:
         assert predicted(strategy, known=known) == predicted(strategy)
 
 
+@pytest.mark.parametrize(
+    ("loads", "ratio"), [((0.016, 0.008), 3), ((0.0, 0.016), 4), ((0.0, 0.001), 1), ((0.0, 0.0), 1)]
+)
+def test_messages_cost_as_much_more_as_rehearsed_steps_show_on_ranks_without_free_time(
+    loads: tuple[float, float], ratio: float
+) -> None:
+    ranks = [replace(a_rank(rank, 0.1), communication_load_seconds=load) for rank, load in enumerate(loads)]
+    costs = Handling(seconds_per_byte=1e-6)  # 4 ms for what each node sends
+    formats = {"fp32": Format(4000, costs)}
+    known = knowledge(profile=replace(knowledge().profile, ranks=tuple(ranks)), formats=formats)
+    assert known._under_load(costs).seconds_per_byte == pytest.approx(ratio * 1e-6)
+
+
 def test_the_machine_is_as_fast_as_its_ranks_on_average() -> None:
     checks = [[(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]] * 2
     checks += [[(0.6, 0.1), (1.0, 0.3), (9.0, 9.0)], [(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]]

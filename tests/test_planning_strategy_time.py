@@ -211,6 +211,20 @@ def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:
     assert predict("group_sharding", **offloaded).seconds == pytest.approx(0.6)
 
 
+def test_world_sharded_strategies_use_links_inside_nodes_and_to_devices() -> None:
+    # Units are gathered twice, the root once, and all are reduced: 220 MB, half of them for each of two ranks.
+    inside = Link(0, 1e-9)
+    assert predict("fsdp", (2,), link=FREE).seconds == pytest.approx(0.6)
+    assert predict("fsdp", (2,), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
+    assert predict("fsdp", (2, 2), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
+    assert predict("ddp", (2,), link=FREE, inside=Link(0, 1e-8)).seconds > 0.6 + 0.2
+    # Where the ring goes through both kinds of links, the slower one counts.
+    assert predict("ddp", (2, 2), inside=inside).seconds == pytest.approx(predict("ddp", (2, 2)).seconds)
+    offloaded = {"link": FREE, "device_link": inside}
+    assert predict("fsdp_offload", **offloaded).seconds == pytest.approx(0.6 + 0.11)
+    assert predict("fsdp", **offloaded).seconds == pytest.approx(0.6)
+
+
 def test_accumulation_sends_once_but_gathers_in_every_micro_batch() -> None:
     once = predict("lsdp", sizes=[6, 6])
     twice = predict("lsdp", sizes=[(6, 2), (6, 2)])

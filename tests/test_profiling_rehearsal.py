@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -119,31 +119,30 @@ def counted(size: int, alone: float, sending: float, cpu: float, added: float, b
 def test_limited_cpu_time_that_sending_takes_delays_a_step_even_if_it_was_taken_while_the_rank_waited() -> None:
     # Half a core computes for 2 s; threads beside it take 0.1 s, and the computing thread half as much more.
     steps = [counted(2, 2.0, 2.0, 1.0, added, 0.1) for added in (0.05, 0.04, 0.3)]
-    learned = learn_from_cpu_seconds(a_rank(), steps, steps, cores=0.5)
+    learned = learn_from_cpu_seconds(a_rank(), steps, steps)
     assert learned == a_rank(load=learned.communication_load_seconds)
     assert learned.communication_load_seconds == pytest.approx(0.15 / 0.5)
 
 
-def test_what_computing_leaves_of_the_limit_is_free() -> None:
-    # 0.4 s of 0.8 * 2 s, of which computing takes 1.4.
-    steps = [counted(2, 2.0, 2.0, 1.4, 0.0, 0.4)]
-    assert learn_from_cpu_seconds(a_rank(), steps, steps, 0.8).communication_load_seconds == pytest.approx(0.2 / 0.8)
-    assert learn_from_cpu_seconds(a_rank(), steps, steps, 0.9).communication_load_seconds == pytest.approx(0.0)
-
-
 def test_steps_of_several_sizes_show_one_speed() -> None:
     steps = [counted(size, 1.5 * size, 1.5 * size, 0.6 * size, -0.01, 0.08) for size in (1, 2, 3)]
-    learned = learn_from_cpu_seconds(a_rank(), steps, steps, cores=0.4)
+    learned = learn_from_cpu_seconds(a_rank(), steps, steps)
     assert learned.time.seconds == pytest.approx((1.5, 6.0))
     # The computing thread was a little faster by chance.
     assert learned.communication_load_seconds == pytest.approx(0.08 / 0.4)
+
+
+def test_cpu_seconds_of_a_rank_that_sleeps_tell_nothing() -> None:
+    steps = [counted(2, 2.0, 2.4, 0.4, 0.0, 0.3)] * 4
+    assert RehearsedRank(a_rank(), cores=0.5).learn([steps]).communication_load_seconds == pytest.approx(0.4)
+    assert RehearsedRank(a_rank(), cores=0.3).learn([steps]).communication_load_seconds == pytest.approx(0.3 / 0.2)
 
 
 def test_how_much_computing_is_slowed_is_learned_of_all_ranks() -> None:
     # Alone, this rank's computing seems to be slowed by 0.3 s.
     own = [counted(2, 2.0, 2.0, 1.0, 0.3, 0.1)]
     others = [counted(4, 2.0, 2.0, 1.0, added, 0.2) for added in (0.1, 0.08, 0.12, 0.1)]
-    learned = learn_from_cpu_seconds(a_rank(), own, [*own, *others], cores=0.5)
+    learned = learn_from_cpu_seconds(a_rank(), own, [*own, *others])
     assert learned.communication_load_seconds == pytest.approx(0.1 * 1.5 / 0.5)
 
 
@@ -209,20 +208,26 @@ class BurningReduction(ExactReduction):
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         if self.where == "computing":
             burn(BUSY_SECONDS)
-        if self.where == "beside":
-            threading.Thread(target=burn, args=(BUSY_SECONDS,)).start()
         pending = super().start(buffer, index, shapes)
-        return BurningWait(pending) if self.where == "waiting" else pending
+        if self.where == "beside":
+            thread = threading.Thread(target=burn, args=(BUSY_SECONDS,))
+            thread.start()
+            return Until(pending, lambda: not thread.is_alive())
+        if self.where == "waiting":
+            end = time.perf_counter() + 3 * BUSY_SECONDS
+            return Until(pending, lambda: burn(BUSY_SECONDS / 10) or time.perf_counter() > end)
+        return pending
 
 
-class BurningWait(PendingReduction):
-    def __init__(self, pending: PendingReduction) -> None:
+class Until(PendingReduction):
+    """Done when the sum is there and a condition holds."""
+
+    def __init__(self, pending: PendingReduction, holds: Callable[[], bool]) -> None:
         self._pending = pending
-        self._end = time.perf_counter() + 3 * BUSY_SECONDS
+        self._holds = holds
 
     def is_done(self) -> bool:
-        burn(BUSY_SECONDS / 10)
-        return self._pending.is_done() and time.perf_counter() > self._end
+        return self._holds() and self._pending.is_done()
 
     def wait(self) -> None:
         self._pending.wait()

@@ -24,6 +24,8 @@ from accelerate_lshdp.profiling.measured import MeasuredRank
 # normal noise that is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
 _SIGNIFICANCE = 1.25 * 1.48
 _NEGLIGIBLE = 0.01
+# A rank that uses less of its limit while it computes waits for something else, or sleeps.
+_LIMITED = 0.6
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class RehearsedRank:
         # A rank that others wait for shows what sending takes; one that waits does that work meanwhile.
         if self._seen is None or _step_seconds(found, size) > _step_seconds(self._seen, size):
             self._seen = found
-        if self._cores is None:
+        if self._cores is None or _rate(self._steps) < _LIMITED * self._cores:
             return self._seen
-        counted = learn_from_cpu_seconds(self._measured, self._steps, self._everyone, self._cores)
+        counted = learn_from_cpu_seconds(self._measured, self._steps, self._everyone)
         return max(self._seen, counted, key=lambda rank: rank.communication_load_seconds)
 
 
@@ -104,26 +106,29 @@ def learn_from_steps(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> 
 
 
 def learn_from_cpu_seconds(
-    measured: MeasuredRank, steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep], cores: float
+    measured: MeasuredRank, steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep]
 ) -> MeasuredRank:
-    """The rank as the CPU seconds of rehearsed steps show it, where a control group limits them.
+    """The rank as the CPU seconds of rehearsed steps show it, where computing uses all that it gets.
 
-    A step whose computing takes t seconds and u CPU seconds, and whose sending takes v of them, ends after max(t,
-    (u + v) / cores): only what computing leaves of the limit is free.
+    What sending takes of them, computing has to wait for, at the rate at which the rank gets them. That may be less
+    than its limit: where nodes are emulated on one machine, it has less to give than all limits together.
 
     Args:
         measured: the rank as it measured itself.
         steps: of this rank, with any micro-batches.
         everyone: those of all ranks.
-        cores: CPU seconds per second that this rank may use.
     """
     # Threads beside the computing one are read exactly. What they add to its own time by being in its way is a small
     # difference of long times: in proportion to theirs, for which the steps of all ranks count.
     shares = [step.added_cpu_seconds / step.beside_cpu_seconds for step in everyone if step.beside_cpu_seconds > 0]
     beside = max(0.0, median(step.beside_cpu_seconds for step in steps))
     taken = beside * (1 + max(0.0, median(shares or [0.0])))
-    late = median((step.alone_cpu_seconds + taken) / cores - step.alone_seconds for step in steps)
-    return _at_speed(replace(measured, communication_load_seconds=max(0.0, late)), steps)
+    return _at_speed(replace(measured, communication_load_seconds=taken / _rate(steps)), steps)
+
+
+def _rate(steps: Sequence[RehearsedStep]) -> float:
+    """CPU seconds per second of computing."""
+    return median(step.alone_cpu_seconds / step.alone_seconds for step in steps)
 
 
 def _at_speed(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:
