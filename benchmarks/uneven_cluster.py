@@ -8,7 +8,8 @@ real images. It wants a machine with two cores and nothing else to do, and takes
 is 1 when one of the limits printed at the end is broken.
 
     profile   one profiling run: how long it takes
-    plans     plans for several global batches, executed: predicted against measured compute, idle fraction
+    plans     plans for several global batches, executed: predicted against measured compute, idle fraction. What is
+              predicted is for the speed that the machine has meanwhile, which steps without communication show
     auto      automatic batch sizes from an equal split; then one rank's share is halved in mid-run. After 30 steps of
               each: step time against that of the plan made by full profiling for that situation, in turns. At the end:
               parameters against those of fixed equal batches
@@ -33,6 +34,7 @@ from uneven_cluster_report import print_report
 
 from accelerate_lshdp.benchmarking.cases import equal_sizes
 from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
+from accelerate_lshdp.benchmarking.speed_check import speed_of
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling import Profile
@@ -103,17 +105,26 @@ class Benchmark:
     def _execute(self, profile: Profile, plan: BatchSizes) -> dict[str, Any]:
         """Trains with a plan and compares what it predicted."""
         say(f"executing {plan.micro_batches}")
-        steps = self.arguments.plan_steps
         self._begin("plan", plan.micro_batches)
+        # Of the plan for which the ranks were profiled: what the profile says of other sizes is to be seen.
+        sizes = [size for size, _ in make_plan(profile, self.arguments.total).micro_batches]
+        self.ranks.call("prepare_check", timeout=BUILD_SECONDS, sizes=sizes, seed=self.arguments.seed)
         self.speeds.apply(self.arguments.shares)
-        self._train("plan", steps)
+        checks = [self._check_speed()]
+        for _ in range(self.arguments.plan_blocks):
+            self._train("plan", self.arguments.plan_steps)
+            checks.append(self._check_speed())
         statistics = self.ranks.call("statistics", timeout=BUILD_SECONDS, name="plan")[0]
         self.speeds.lift()
         self.ranks.call("end", timeout=BUILD_SECONDS, name="plan")
         measured = statistics["compute_seconds"]
+        # The machine is not as fast as when the ranks were profiled, minutes ago.
+        expected = [rank.time(size) for rank, size in zip(profile.ranks, sizes, strict=True)]
+        slowdown = speed_of(checks, expected, [1] * len(sizes)).slowdown
         loads = [rank.communication_load_seconds for rank in profile.ranks]
-        predicted = [seconds + load for seconds, load in zip(plan.rank_seconds, loads, strict=True)]
+        predicted = [slowdown * (seconds + load) for seconds, load in zip(plan.rank_seconds, loads, strict=True)]
         return {
+            "slowdown": slowdown,
             "total_batch_size": plan.total_batch_size,
             "micro_batches": plan.micro_batches,
             "predicted_seconds": predicted,
@@ -124,8 +135,11 @@ class Benchmark:
             "idle_fraction": statistics["idle_fraction"],
             "step_seconds": statistics["step_seconds"],
             "wait_seconds": statistics["wait_seconds"],
-            "steps": steps,
+            "steps": self.arguments.plan_blocks * self.arguments.plan_steps,
         }
+
+    def _check_speed(self) -> list[tuple[float, float | None]]:
+        return self.ranks.call("check_speed", timeout=BUILD_SECONDS)
 
     def auto_phase(self, profile: Profile) -> None:
         arguments = self.arguments
@@ -279,7 +293,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     totals = "global batches of the executed plans; the largest one's idle fraction has a limit"
     add("--totals", type=numbers(int), default=[16, 32, 64, 128, 256], help=totals)
     add("--profile-seconds", type=float, default=60.0, help="budget of a profiling run")
-    add("--plan-steps", type=int, default=12, help="steps of each executed plan")
+    add("--plan-blocks", type=int, default=4, help="blocks of steps of each executed plan, speed checks between them")
+    add("--plan-steps", type=int, default=3, help="steps of each block")
     add("--steps", type=int, default=30, help="steps that the automatic mode gets in each situation")
     add("--blocks", type=int, default=2, help="turns in which automatic and fixed steps are measured")
     add("--block-steps", type=int, default=4, help="counted steps of each turn")

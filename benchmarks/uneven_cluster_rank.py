@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.benchmarking.rank_processes import serve
+from accelerate_lshdp.benchmarking.speed_check import SpeedCheck
 from accelerate_lshdp.commands.quickstart_data import DigitImages, load_digit_images
 from accelerate_lshdp.profiling import Slowdown
 
@@ -151,6 +152,17 @@ class Rank:
         training = self.trainings[name]
         self.accelerator.wait_for_everyone()
         return [training.step() for _ in range(steps)]
+
+    def prepare_check(self, *, sizes: list[int], seed: int) -> None:
+        """Builds what `check_speed` trains: a plain model with a micro-batch of each rank's size."""
+        self.speed_check = SpeedCheck(
+            self._model("check", seed), None, self.images, sizes[self.accelerator.process_index]
+        )
+
+    def check_speed(self) -> tuple[float, float | None]:
+        """A step without communication; see `SpeedCheck.run`."""
+        self.accelerator.wait_for_everyone()
+        return self.speed_check.run()
 
     def statistics(self, *, name: str) -> dict[str, Any]:
         """Medians over the steps so far."""

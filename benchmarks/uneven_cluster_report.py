@@ -40,6 +40,7 @@ def _plans_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     headings = [
         "global batch",
         "batch sizes",
+        "slowdown",
         "predicted, s",
         "measured, s",
         "error",
@@ -52,6 +53,7 @@ def _plans_table(rows: Sequence[Mapping[str, Any]]) -> Any:
         table.add_row(
             str(row["total_batch_size"]),
             _joined(size if count == 1 else f"{count}x{size}" for size, count in row["micro_batches"]),
+            f"{row['slowdown']:.2f}",
             f"{max(row['predicted_seconds']):.3f}",
             f"{max(row['measured_seconds']):.3f}",
             f"{row['error']:+.1%}",

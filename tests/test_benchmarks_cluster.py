@@ -129,7 +129,7 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.Cap
         assert message in capsys.readouterr().err
 
 
-SMOKE = "--small --shares 0.8,0.4 --totals 8,64 --total 8 --profile-seconds 5 --plan-steps 3 --steps 6 --blocks 1"
+SMOKE = "--small --shares 0.8,0.4 --totals 8,64 --total 8 --profile-seconds 5 --plan-blocks 2 --steps 6 --blocks 1"
 
 
 @pytest.mark.slow
