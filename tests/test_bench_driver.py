@@ -320,6 +320,7 @@ def test_no_speed_is_checked_where_memory_is_measured_meanwhile() -> None:
     assert "check_speed" not in [method for method, _ in launch.calls]
     for result in results:
         assert result["predicted_seconds"] == (None if result["is_peer"] else 1.0)
+        assert result["slowdown"] is None
         assert result["peak_pss_bytes"] == [5, 7]
 
 

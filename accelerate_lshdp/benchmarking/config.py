@@ -55,8 +55,7 @@ class BenchmarkConfig:
             does hits all of them; else each has fresh processes of its own.
         rounds: turns that every case gets.
         steps: steps of a turn that count.
-        uncounted_steps: steps at the beginning of each turn that do not: caches are cold, TCP's windows are those of a
-            connection that was idle.
+        uncounted_steps: steps at the beginning of each turn that do not: caches are cold, ranks arrive one by one.
         turn_seconds: a turn of a slow case ends after these, with at least one counted step.
         memory: whether peak memory is measured, in fresh processes for each case.
         profile_seconds: budget of the profiling run that plans and predictions are made from; 0: none.

@@ -241,7 +241,7 @@ class ClusterBenchmark:
         if not checks and measurement.case.is_peer:
             return
         speed = speed_of(checks, expected, measurement.nodes) if checks else Speed(1.0, ())
-        measurement.slowdown = speed.slowdown
+        measurement.slowdown = speed.slowdown if checks else None
         try:
             measurement.predicted_seconds = self._knowledge.predicted_seconds(
                 measurement.case, measurement.micro_batches, measurement.network, speed
