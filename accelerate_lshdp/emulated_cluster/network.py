@@ -66,19 +66,23 @@ class ClusterNetwork:
         for namespace in [self._switch, *self.namespaces]:
             self._made.append(namespace)
             call("ip", "netns", "add", namespace)
-        # Without multicast snooping and IPv6 nothing but the nodes' own traffic is on the links.
-        lines = ["link add bridge type bridge mcast_snooping 0", "link set bridge addrgenmode none up"]
+        # Without multicast snooping and IPv6 nothing but the nodes' own traffic is on the links. Two lines for each
+        # interface: in one, the kernel would bring it up first, give it an IPv6 address and announce that.
+        lines = ["link add bridge type bridge mcast_snooping 0", "link set bridge addrgenmode none"]
+        lines += ["link set bridge up"]
         for node, namespace in enumerate(self.namespaces):
             lines += [
                 f"link add {_port(node)} type veth peer name {INTERFACE} netns {namespace}",
-                f"link set {_port(node)} master bridge addrgenmode none up",
+                f"link set {_port(node)} master bridge addrgenmode none",
+                f"link set {_port(node)} up",
             ]
         call("ip", "-n", self._switch, "-batch", "-", lines=lines)
         for namespace, address in zip(self.namespaces, self.addresses, strict=True):
             lines = [
                 "link set lo up",
                 f"address add {address}/24 dev {INTERFACE}",
-                f"link set {INTERFACE} addrgenmode none up",
+                f"link set {INTERFACE} addrgenmode none",
+                f"link set {INTERFACE} up",
             ]
             call("ip", "-n", namespace, "-batch", "-", lines=lines)
 
@@ -148,9 +152,8 @@ def _tbf(network: NetworkDescription) -> str:
     TCP hands segments of up to 64 KiB to the interface and the kernel cuts them into packets as late as it can
     (segmentation offload, as real network cards do it). Here nobody ever needs the cut, so we let it be: at 250 Mb/s
     it costs the receiver ten times the CPU time, which the nodes lack. A bucket smaller than such a segment with the
-    headers of its packets, 68.4 kB, would
-    force the cut, so it holds at least one; at high rates it holds what passes in 4 ms, lest the timer's resolution
-    limit the rate. The rate counts the headers that the packets would have had.
+    headers of its packets, 68.4 kB, would force the cut, so it holds at least one; at high rates it holds what passes
+    in 4 ms, lest the timer's resolution limit the rate. The rate counts the headers that the packets would have had.
 
     The queue holds four times as much, some milliseconds' worth, as the port of a switch does. It fills when several
     nodes send to one: a much longer one would delay all else on the link, with a much shorter one TCP loses segments
