@@ -93,31 +93,28 @@ def _check_cluster(plan: Plan, profile: Profile) -> None:
 def _check_predicted(plan: Plan, ranks: Sequence[RankProfile], profile: Profile | None) -> None:
     """Checks every figure that the plan predicts."""
     # The planner's own figures, then those with what the network takes.
-    following = [_predictions(plan, ranks, [0.0] * len(ranks), 0.0)]
+    following = [_predictions(plan, ranks, 0.0)]
     if profile is not None:
-        loads = [rank.communication_load_seconds for rank in profile.ranks]
         # The step of a maximum throughput has all of it already, and so has one whose gradients overlap.
         counted = plan.certificate["kind"] == "max_throughput" or plan.certificate["bucket_seconds"]
-        following.append(_predictions(plan, ranks, loads, 0.0 if counted else profile.communication_seconds()))
+        following.append(_predictions(plan, ranks, 0.0 if counted else profile.communication_seconds()))
     wrong = [_first_difference(plan.predicted or {}, expected) for expected in following]
     if all(wrong):
         raise CertificateError(f"{wrong[-1]}: the plan was changed after it was made")
 
 
-def _predictions(
-    plan: Plan, ranks: Sequence[RankProfile], loads: Sequence[float], communication_seconds: float
-) -> dict[str, Any]:
+def _predictions(plan: Plan, ranks: Sequence[RankProfile], communication_seconds: float) -> dict[str, Any]:
     """What a plan with a valid certificate may predict.
 
     Args:
         plan: the plan.
         ranks: its profiles.
-        loads: seconds that sending gradients takes from each rank's forward and backward.
         communication_seconds: what is to be added to the step of the certificate.
     """
     compute, memory = [], []
-    for rank, load, (size, steps) in zip(ranks, loads, plan.micro_batches, strict=True):
-        compute.append(steps * rank.time(size) + (steps - 1) * rank.accumulation_overhead_seconds + load)
+    for rank, (size, steps) in zip(ranks, plan.micro_batches, strict=True):
+        between = (steps - 1) * rank.accumulation_overhead_seconds
+        compute.append(steps * rank.time(size) + between + rank.communication_load_seconds)
         memory.append(None if rank.memory is None else round(rank.memory(size)))
     return {
         "step_seconds": plan.certificate["step_seconds"] + communication_seconds,

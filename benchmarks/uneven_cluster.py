@@ -121,8 +121,7 @@ class Benchmark:
         # The machine is not as fast as when the ranks were profiled, minutes ago.
         expected = [rank.time(size) for rank, size in zip(profile.ranks, sizes, strict=True)]
         slowdown = speed_of(checks, expected, [1] * len(sizes)).slowdown
-        loads = [rank.communication_load_seconds for rank in profile.ranks]
-        predicted = [slowdown * (seconds + load) for seconds, load in zip(plan.rank_seconds, loads, strict=True)]
+        predicted = [slowdown * seconds for seconds in plan.rank_seconds]
         return {
             "slowdown": slowdown,
             "total_batch_size": plan.total_batch_size,

@@ -67,6 +67,7 @@ def random_instance(rng: random.Random, ranks: int, largest: int) -> Instance:
                 rng.randint(1, last),
                 accumulation_overhead_seconds=rng.choice([0.0, 0.0, 0.25, 1.0]),
                 bucket_ready=ready,
+                communication_load_seconds=rng.choice([0.0, 0.0, 0.25, 1.5]),
                 fixed_seconds=rng.choice([0.0, 0.0, 0.5]),
                 memory=memory,
                 memory_limit_bytes=limit,
@@ -112,7 +113,7 @@ def finish_units(instance: Instance, rank: int, most_steps: int, most_samples: i
             if running_maximum(memory.batch_sizes, memory.bytes, size) > profile.memory_limit_bytes:
                 break
         time = running_maximum(profile.time.batch_sizes, profile.time.seconds, size)
-        last = time
+        last = time + Fraction(profile.communication_load_seconds)
         for place in range(len(buckets or ())):
             curve = profile.bucket_ready[place]
             ready = running_maximum(curve.batch_sizes, curve.seconds, size)

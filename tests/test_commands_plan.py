@@ -44,6 +44,7 @@ def a_profile(**changes: Any) -> dict[str, Any]:
             "device": f"processor {rank}",
             "optimizer_seconds": OPTIMIZER_SECONDS,
             "communication_load_seconds": LOAD_SECONDS,
+            "accumulation_overhead_seconds": 0.0,
             "memory": {"batch_sizes": [1, 32], "bytes": [10**9, 32 * 10**9]},
             "memory_limit_bytes": 40 * 10**9,
             "bucket_ready": [
@@ -333,13 +334,13 @@ def test_predictions_follow_the_model_of_a_step() -> None:
     curve, ready = TimeCurve((1, 4), (0.1, 0.4)), TimeCurve((1, 4), (0.05, 0.2))
     rank = RankProfile(curve, 4, bucket_ready=[ready, curve], fixed_seconds=0.01, accumulation_overhead_seconds=0.02)
     # Two micro-batches of 4, with 0.02 s between them; the buckets travel 0.3 and 0.05 s after they are ready.
-    prediction = predict([rank], [(4, 2)], [0.3, 0.05], 0.0, [0.0])
+    prediction = predict([rank], [(4, 2)], [0.3, 0.05], 0.0)
     assert prediction.compute_seconds == pytest.approx([0.82])
     assert prediction.step_seconds == pytest.approx(0.01 + 0.42 + max(0.4, 0.2 + 0.35, 0.4 + 0.05))
     assert prediction.batch_sizes == [8] and prediction.samples_per_second == pytest.approx(
         8 / prediction.step_seconds
     )
-    assert predict([rank], [(4, 2)], None, 0.5, [0.0]).step_seconds == pytest.approx(0.01 + 0.82 + 0.5)
+    assert predict([rank], [(4, 2)], None, 0.5).step_seconds == pytest.approx(0.01 + 0.82 + 0.5)
 
 
 @pytest.mark.parametrize(

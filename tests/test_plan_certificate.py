@@ -45,6 +45,7 @@ def a_profile() -> Profile:
             memory_limit_bytes=650,
             bucket_ready=(TimeCurve([1, 8], [0.5 * slow, 4.0 * slow]),),
             communication_load_seconds=0.125,
+            accumulation_overhead_seconds=0.0625,
         )
 
     return Profile(
@@ -69,8 +70,7 @@ def plan_of(profile: Profile, kind: str) -> Plan:
         total, groups = (18, [[0, 1]]) if kind == "accumulation in step" else (17, None)
         result = plan_fixed_total(ranks, total, allow_accumulation=True, bucket_seconds=buckets, shard_groups=groups)
     communication = 0.0 if buckets else profile.communication_seconds()
-    loads = [rank.communication_load_seconds for rank in profile.ranks]
-    predicted = predict(ranks, result.micro_batches, buckets, communication, loads)
+    predicted = predict(ranks, result.micro_batches, buckets, communication)
     return Plan.from_batch_sizes(
         result.micro_batches,
         strategy=profile.strategy,
@@ -252,7 +252,10 @@ def test_the_figures_of_the_planner_itself_are_predictions_too() -> None:
     document = json.loads(plan_of(a_profile(), "fixed total").to_json())
     ranks = Profile.from_dict(document["profile"]).rank_profiles()
     pairs = document["certificate"]["micro_batches"]
-    compute = [steps * rank.time(size) for rank, (size, steps) in zip(ranks, pairs, strict=True)]
+    compute = [
+        steps * rank.time(size) + (steps - 1) * rank.accumulation_overhead_seconds + rank.communication_load_seconds
+        for rank, (size, steps) in zip(ranks, pairs, strict=True)
+    ]
     document["predicted"] = {"compute_seconds": compute, "step_seconds": document["certificate"]["step_seconds"]}
     verify_plan(Plan.from_dict(document))
 

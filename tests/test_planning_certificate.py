@@ -44,6 +44,7 @@ def overlapped(seconds_per_sample: float, largest: int) -> RankProfile:
         seconds_per_sample,
         largest,
         accumulation_overhead_seconds=0.25,
+        communication_load_seconds=0.125,
         fixed_seconds=0.5,
         bucket_ready=[TimeCurve([1, largest], [seconds_per_sample / 2, seconds_per_sample * largest / 2])],
         memory=MemoryCurve([largest], [100]),
@@ -217,6 +218,7 @@ def test_changed_fields_cover_the_certificates() -> None:
         linear(0.75, 16),
         linear(1.0, 15),
         linear(1.0, 16, fixed_seconds=0.5),
+        linear(1.0, 16, communication_load_seconds=0.5),
         linear(1.0, 16, memory=MemoryCurve([1, 16], [1, 16]), memory_limit_bytes=7),
     ],
 )
@@ -243,6 +245,7 @@ def test_every_field_of_a_profile_is_in_its_fingerprint() -> None:
         "max_micro_batch_size": 3,
         "accumulation_overhead_seconds": 0.0,
         "bucket_ready": None,
+        "communication_load_seconds": 0.0,
         "fixed_seconds": 0.0,
         "memory": MemoryCurve([4], [99]),
         "memory_limit_bytes": 101,

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from accelerate_lshdp.plan_sections import Cluster, Node
 from accelerate_lshdp.planning import RankProfile, TimeCurve
 from accelerate_lshdp.planning.curves import MemoryCurve
+from accelerate_lshdp.planning.step_time import step_times
 from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
 from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
 
@@ -30,6 +32,7 @@ def a_profile(**changes: Any) -> Profile:
             device="a processor",
             optimizer_seconds=0.02,
             communication_load_seconds=0.01,
+            accumulation_overhead_seconds=0.005,
             memory=memory,
             memory_limit_bytes=6000 if memory else None,
             bucket_ready=(TimeCurve((1, 3), (0.05, 0.2)), TimeCurve((1, 3), (0.09, 0.24))),
@@ -83,16 +86,28 @@ def test_what_the_planner_gets() -> None:
     ranks = profile.rank_profiles()
     assert ranks == read_profiles(profile.to_dict())
     assert ranks[0].time == TimeCurve((1, 2, 3), (0.1, 0.2, 0.25)) and ranks[0].max_micro_batch_size == 3
-    assert ranks[0].fixed_seconds == pytest.approx(0.02 + 0.01)
+    assert ranks[0].fixed_seconds == 0.02 and ranks[0].communication_load_seconds == 0.01
+    assert ranks[0].accumulation_overhead_seconds == 0.005
     assert ranks[0].memory == MemoryCurve((1, 2, 3), (1000, 2000, 5000)) and ranks[0].memory_limit_bytes == 6000
-    # What sending takes is in fixed_seconds; waiting for the network does not get longer by it.
-    for planned, measured in zip(ranks[0].bucket_ready, profile.ranks[0].bucket_ready, strict=True):
-        assert planned.batch_sizes == measured.batch_sizes
-        assert planned.seconds == pytest.approx([seconds - 0.01 for seconds in measured.seconds])
+    # The first bucket is not delayed by sending; between it and the end the others are, the later the more.
+    first, second = ranks[0].bucket_ready
+    assert first == profile.ranks[0].bucket_ready[0] and second.batch_sizes == (1, 3)
+    assert second.seconds == pytest.approx([0.09 + 0.01 * 0.04 / 0.05, 0.24 + 0.01 * 0.04 / 0.05])
     assert ranks[1].memory is None and ranks[1].memory_limit_bytes is None
     seconds = [2e-4 + 300 * 3e-8, 2e-4 + 100 * 3e-8]
     assert profile.bucket_seconds() == pytest.approx(seconds)
     assert profile.communication_seconds() == pytest.approx(sum(seconds))
+
+
+def test_a_network_that_ranks_wait_for_hides_what_sending_takes() -> None:
+    """Also where it takes longer than a rank needs for its first bucket."""
+    profile = a_profile()
+    loaded = replace(profile, ranks=[replace(rank, communication_load_seconds=0.5) for rank in profile.ranks])
+    for size in (1, 3):
+        first = profile.ranks[0].bucket_ready[0](size)
+        slow, fast = (step_times(loaded.rank_profiles(), seconds)[0] for seconds in ([9.0, 1.0], [0.0, 0.0]))
+        assert slow.finish(size, 1) == pytest.approx(first + 10.0 + 0.02)
+        assert fast.finish(size, 1) == pytest.approx(profile.ranks[0].time(size) + 0.5 + 0.02)
 
 
 def test_what_travels_under_other_strategies() -> None:

@@ -112,6 +112,25 @@ def profile_in_real_time() -> tuple[dict[str, Any], float]:
     return profile.to_dict(), time.perf_counter() - began
 
 
+def measured_accumulation(strategy: str) -> float:
+    """With half a second for a forward that is not the first one since gradients were dropped."""
+    clock, places = Clock(), []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        places[:] = places or list(model.parameters())
+        if any(parameter.grad is not None for parameter in places):
+            clock.take(0.5)
+        return clock.loss(model, batch)
+
+    options = ProfilingOptions(strategy=strategy, max_batch=4)
+    accelerator = an_accelerator()
+    profile = profile_ranks(a_subject(loss, clock), options, accelerator, clock=clock)
+    rank = profile.ranks[accelerator.process_index]
+    assert rank.time(4) == pytest.approx(4 * SAMPLE_SECONDS, rel=0.01)
+    assert profile.rank_profiles()[rank.rank].accumulation_overhead_seconds == rank.accumulation_overhead_seconds
+    return rank.accumulation_overhead_seconds
+
+
 def profile_within_memory(limits: list[int | None]) -> tuple[dict[str, Any], int]:
     meter, clock = FormulaMeter(), Clock()
 
@@ -420,6 +439,11 @@ def rehearsed_plans(loads: list[list[float]]) -> tuple[list[int], float]:
     finally:
         RankSession.rehearse = before
     return sizes, round(ranks[accelerator.process_index].communication_load_seconds, 6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_what_adding_to_gradients_takes_is_measured(workers, strategy: str) -> None:
+    assert workers(2).run(measured_accumulation, strategy, nodes=(1, 1)) == pytest.approx([0.5] * 2, abs=1e-4)
 
 
 def test_the_plan_of_a_known_total_is_rehearsed_until_it_repeats(workers) -> None:

@@ -133,7 +133,7 @@ def _profiles(path: str) -> list[RankProfile]:
     from accelerate_lshdp.profiling.documents import Profile
 
     return [
-        replace(rank.profile(), fixed_seconds=rank.optimizer_seconds, memory=None, memory_limit_bytes=None)
+        replace(rank, communication_load_seconds=0.0, memory=None, memory_limit_bytes=None).profile()
         for rank in Profile.load(path).ranks
     ]
 

@@ -237,9 +237,8 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
     else:
         sizes = plan_fixed_total(ranks, arguments.total, **options)
     split = split_equally(ranks, sizes.total_batch_size, allow_accumulation=allow_accumulation)
-    loads = [rank.communication_load_seconds for rank in profile.ranks]
     planned, equal = (
-        None if chosen is None else predict(ranks, chosen, bucket_seconds, communication_seconds, loads)
+        None if chosen is None else predict(ranks, chosen, bucket_seconds, communication_seconds)
         for chosen in (sizes.micro_batches, split)
     )
     return sizes, planned, equal

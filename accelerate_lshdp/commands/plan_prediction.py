@@ -52,7 +52,6 @@ def predict(
     micro_batches: Sequence[tuple[int, int]],
     bucket_seconds: Sequence[float] | None,
     communication_seconds: float,
-    communication_loads: Sequence[float],
 ) -> Prediction:
     """A step of the ranks with these micro-batches.
 
@@ -61,18 +60,14 @@ def predict(
         micro_batches: (micro-batch size, accumulation steps) of each rank, within its limits.
         bucket_seconds: how long each bucket of gradients travels while the backward goes on; None: none does.
         communication_seconds: of what travels after the backward.
-        communication_loads: what sending gradients takes from each rank's forward and backward in a step, in seconds
-            (part of `fixed_seconds` of its profile).
     """
     times = step_times(profiles, bucket_seconds)
     finish = [time.finish(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
     compute = [time.compute(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
-    compute = [seconds + load for seconds, load in zip(compute, communication_loads, strict=True)]
-    optimizer = [profile.fixed_seconds - load for profile, load in zip(profiles, communication_loads, strict=True)]
     return Prediction(
         micro_batches=list(micro_batches),
         compute_seconds=compute,
-        busy_seconds=[sum(seconds) for seconds in zip(compute, optimizer, strict=True)],
+        busy_seconds=[seconds + profile.fixed_seconds for seconds, profile in zip(compute, profiles, strict=True)],
         step_seconds=max(finish) + communication_seconds,
         memory_bytes=[
             None if profile.memory is None else round(profile.memory(size))

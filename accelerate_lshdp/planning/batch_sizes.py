@@ -70,9 +70,10 @@ def plan_fixed_total(
 ) -> BatchSizes:
     """Cuts a global batch over the ranks so that the slowest rank finishes as early as any cut allows.
 
-    A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds, finishes after
+    A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds and
+    l = communication_load_seconds, finishes after
 
-        fixed_seconds + (k - 1) * (t + o) + max(t, max_j [bucket_ready_j(m) + C_j])
+        fixed_seconds + (k - 1) * (t + o) + max(t + l, max_j [bucket_ready_j(m) + C_j])
 
     where C_j is the sum of bucket_seconds[j:]. Among the optimal cuts it takes the one with the smallest difference
     between largest and smallest batch, then the fewest micro-batches in total, then the lexicographically smallest.

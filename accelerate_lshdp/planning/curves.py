@@ -129,6 +129,8 @@ class RankProfile:
         accumulation_overhead_seconds: what each micro-batch but the last costs beyond its forward and backward.
         bucket_ready: for each bucket of gradients, in the order in which buckets travel, the seconds from the start of
             the last micro-batch until this rank has the bucket ready, by micro-batch size. None: not measured.
+        communication_load_seconds: what sending gradients takes from the last micro-batch, which ends so much later.
+            It does not come on top of a network that the rank waits for.
         fixed_seconds: what every step costs whatever the batch: the optimizer step.
         memory: its curve of peak bytes by micro-batch size.
         memory_limit_bytes: what a micro-batch may need by that curve. None: no limit.
@@ -142,6 +144,7 @@ class RankProfile:
     max_micro_batch_size: int
     accumulation_overhead_seconds: float = 0.0
     bucket_ready: Sequence[TimeCurve] | None = None
+    communication_load_seconds: float = 0.0
     fixed_seconds: float = 0.0
     memory: MemoryCurve | None = None
     memory_limit_bytes: int | None = None
@@ -155,7 +158,7 @@ class RankProfile:
                     f"found max_micro_batch_size {largest}, expected 1 to {curve.batch_sizes[-1]}, the largest"
                     " measured: measure up to the limit, the curve is not extrapolated"
                 )
-        for name in ("accumulation_overhead_seconds", "fixed_seconds"):
+        for name in ("accumulation_overhead_seconds", "communication_load_seconds", "fixed_seconds"):
             value = float(getattr(self, name))
             if not 0 <= value < math.inf:
                 raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")

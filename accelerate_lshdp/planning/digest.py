@@ -19,6 +19,7 @@ def profiles_sha256(profiles: Sequence[RankProfile]) -> str:
             "accumulation_overhead_seconds": profile.accumulation_overhead_seconds,
             "bucket_ready": profile.bucket_ready
             and [[curve.batch_sizes, curve.seconds] for curve in profile.bucket_ready],
+            "communication_load_seconds": profile.communication_load_seconds,
             "fixed_seconds": profile.fixed_seconds,
             "memory": profile.memory and [profile.memory.batch_sizes, profile.memory.bytes],
             "memory_limit_bytes": profile.memory_limit_bytes,

@@ -34,11 +34,12 @@ class ExactRank:
             if len(ready) != len(bucket_seconds):
                 raise ValueError(f"found {len(ready)} bucket_ready curves for {len(bucket_seconds)} bucket_seconds")
             curves += ready
-        scalars = [profile.fixed_seconds, profile.accumulation_overhead_seconds, *(bucket_seconds or ())]
+        scalars = [profile.fixed_seconds, profile.accumulation_overhead_seconds, profile.communication_load_seconds]
+        scalars += bucket_seconds or ()
         numbers = scalars + [value for curve in curves for value in curve.seconds]
         gaps = [after - before for curve in curves for before, after in pairwise(curve.batch_sizes)]
         self.units_per_second = math.lcm(*(value.as_integer_ratio()[1] for value in numbers)) * math.lcm(*gaps)
-        self._fixed, self._overhead, *bucket_units = map(self._units, scalars)
+        self._fixed, self._overhead, self._load, *bucket_units = map(self._units, scalars)
         self._time, *self._ready = (
             _ExactCurve(curve.batch_sizes, list(map(self._units, curve.seconds))) for curve in curves
         )
@@ -51,7 +52,7 @@ class ExactRank:
         if size not in self._known:
             time = self._time(size)
             ends = (ready(size) + remaining for ready, remaining in zip(self._ready, self._remaining, strict=True))
-            self._known[size] = self._fixed + max([time, *ends]), time + self._overhead
+            self._known[size] = self._fixed + max([time + self._load, *ends]), time + self._overhead
         first, more = self._known[size]
         return first + (steps - 1) * more
 

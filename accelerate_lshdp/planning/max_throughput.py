@@ -37,9 +37,10 @@ def plan_max_throughput(
 
         sum_i k_i * m_i / (max_i finish_i(m_i, k_i) + communication_seconds)
 
-    where a rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds, finishes after
+    where a rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds and
+    l = communication_load_seconds, finishes after
 
-        fixed_seconds + (k - 1) * (t + o) + max(t, max_j [bucket_ready_j(m) + C_j])
+        fixed_seconds + (k - 1) * (t + o) + max(t + l, max_j [bucket_ready_j(m) + C_j])
 
     and C_j is the sum of bucket_seconds[j:]. Ties (to a relative 1e-13): the smallest difference between largest and
     smallest batch, then the fewest micro-batches in total, then the lexicographically smallest batch sizes. Time and

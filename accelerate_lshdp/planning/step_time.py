@@ -1,11 +1,12 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """When a rank has finished a step: the formula that both planners minimise.
 
-A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds, and C_j the seconds that the
-buckets j, j + 1, ... take on the network, one after the other:
+A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds,
+l = communication_load_seconds, and C_j the seconds that the buckets j, j + 1, ... take on the network, one after the
+other:
 
-    compute(m, k) = k * t + (k - 1) * o
-    finish(m, k)  = fixed_seconds + (k - 1) * (t + o) + max(t, max_j [bucket_ready_j(m) + C_j])
+    compute(m, k) = k * t + (k - 1) * o + l
+    finish(m, k)  = fixed_seconds + (k - 1) * (t + o) + max(t + l, max_j [bucket_ready_j(m) + C_j])
 
 Gradients travel in the last micro-batch only. Without buckets finish is fixed_seconds + compute. It never falls when m
 or k grows, which is all that the solvers need.
@@ -36,12 +37,14 @@ class StepTimes:
         more: what each further micro-batch adds, t + o.
         time: t.
         overhead: o.
+        load: l.
     """
 
     first: np.ndarray
     more: np.ndarray
     time: np.ndarray
     overhead: float
+    load: float
 
     def finish(self, micro_batch_size: int, steps: int) -> float:
         """finish(m, k)"""
@@ -49,7 +52,7 @@ class StepTimes:
 
     def compute(self, micro_batch_size: int, steps: int) -> float:
         """compute(m, k)"""
-        return float(steps * self.time[micro_batch_size - 1] + (steps - 1) * self.overhead)
+        return float(steps * self.time[micro_batch_size - 1] + (steps - 1) * self.overhead + self.load)
 
 
 def step_times(profiles: Sequence[RankProfile], bucket_seconds: Sequence[float] | None) -> list[StepTimes]:
@@ -85,7 +88,8 @@ def _remaining_seconds(bucket_seconds: Sequence[float] | None) -> list[float] | 
 def _rank_times(profile: RankProfile, remaining: Sequence[float] | None) -> StepTimes:
     largest = profile.largest_micro_batch
     time = profile.time.table(largest)
-    last = time
+    load = profile.communication_load_seconds
+    last = time + load
     if remaining is not None:
         ready = profile.bucket_ready or ()
         if len(ready) != len(remaining):
@@ -96,4 +100,4 @@ def _rank_times(profile: RankProfile, remaining: Sequence[float] | None) -> Step
         for curve, seconds in zip(ready, remaining, strict=True):
             last = np.maximum(last, curve.table(largest) + seconds)
     overhead = profile.accumulation_overhead_seconds
-    return StepTimes(profile.fixed_seconds + last, time + overhead, time, overhead)
+    return StepTimes(profile.fixed_seconds + last, time + overhead, time, overhead, load)

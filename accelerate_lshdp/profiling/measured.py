@@ -68,6 +68,7 @@ class MeasuredRank:
         bucket_ready: for each gradient bucket, in the order in which they travel, the seconds from the start of the
             forward until it is ready, by micro-batch size.
         communication_load_seconds: what sending gradients takes from this rank's forward and backward in a step.
+        accumulation_overhead_seconds: what a micro-batch takes longer that adds its gradients to those of another one.
 
     Raises:
         PlanError: an impossible value; it says which.
@@ -84,6 +85,7 @@ class MeasuredRank:
     memory_limit_bytes: int | None
     bucket_ready: tuple[TimeCurve, ...]
     communication_load_seconds: float = 0.0
+    accumulation_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require_integer(self.rank, "rank", least=0)
@@ -98,8 +100,8 @@ class MeasuredRank:
         require_integer(self.max_micro_batch_size, "max_micro_batch_size", least=1, most=self.time.batch_sizes[-1])
         require_choice(self.limited_by, "limited_by", LIMITS)
         require_name(self.device, "device", "the name of a processor")
-        require_number(self.optimizer_seconds, "optimizer_seconds", positive=False)
-        require_number(self.communication_load_seconds, "communication_load_seconds", positive=False)
+        for name in ("optimizer_seconds", "communication_load_seconds", "accumulation_overhead_seconds"):
+            require_number(getattr(self, name), name, positive=False)
         if self.memory_limit_bytes is not None:
             require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
         object.__setattr__(self, "spread", tuple(float(value) for value in spread))
@@ -115,22 +117,43 @@ class MeasuredRank:
         def scaled(curve: TimeCurve) -> TimeCurve:
             return TimeCurve(curve.batch_sizes, [factor * seconds for seconds in curve.seconds])
 
-        return replace(self, time=scaled(self.time), bucket_ready=tuple(map(scaled, self.bucket_ready)))
+        return replace(
+            self,
+            time=scaled(self.time),
+            bucket_ready=tuple(map(scaled, self.bucket_ready)),
+            accumulation_overhead_seconds=factor * self.accumulation_overhead_seconds,
+        )
 
     def profile(self) -> RankProfile:
         """This rank as the planner sees it.
 
-        What sending takes makes the computing longer. It does not come on top of a network that the rank waits for:
-        buckets count as ready so much earlier, which takes it out of their sum with ``fixed_seconds``.
+        Sending begins with the first bucket, which is ready as measured; what it takes makes the rest longer, evenly.
         """
         return RankProfile(
             self.time,
             self.max_micro_batch_size,
-            bucket_ready=[_earlier(curve, self.communication_load_seconds) for curve in self.bucket_ready] or None,
-            fixed_seconds=self.optimizer_seconds + self.communication_load_seconds,
+            accumulation_overhead_seconds=self.accumulation_overhead_seconds,
+            bucket_ready=self._ready_when_sending(),
+            communication_load_seconds=self.communication_load_seconds,
+            fixed_seconds=self.optimizer_seconds,
             memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes,
         )
+
+    def _ready_when_sending(self) -> list[TimeCurve] | None:
+        if not self.bucket_ready:
+            return None
+        first, *others = self.bucket_ready
+        curves = [first]
+        for curve in others:
+            seconds = []
+            for size, ready in zip(curve.batch_sizes, curve.seconds, strict=True):
+                begun = first(size)
+                rest = self.time(size) - begun
+                passed = min(1.0, max(0.0, (ready - begun) / rest)) if rest > 0 else 1.0
+                seconds.append(ready + passed * self.communication_load_seconds)
+            curves.append(TimeCurve(curve.batch_sizes, seconds))
+        return curves
 
     def to_dict(self) -> dict[str, Any]:
         """The rank as JSON values."""
@@ -145,6 +168,7 @@ class MeasuredRank:
             "device": self.device,
             "optimizer_seconds": self.optimizer_seconds,
             "communication_load_seconds": self.communication_load_seconds,
+            "accumulation_overhead_seconds": self.accumulation_overhead_seconds,
             "memory": memory,
             "memory_limit_bytes": self.memory_limit_bytes,
             "bucket_ready": [
@@ -229,7 +253,7 @@ def read_script(document: object) -> ProfiledScript:
 def read_rank(document: object) -> MeasuredRank:
     """One entry of the `ranks` section of a profile file."""
     names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds")
-    names = (*names, "communication_load_seconds", "memory_limit_bytes")
+    names = (*names, "communication_load_seconds", "accumulation_overhead_seconds", "memory_limit_bytes")
     required = (*names, "batch_sizes", "seconds", "spread", "memory", "bucket_ready")
     section = require_object(document, required=required)
     memory = None
@@ -271,8 +295,3 @@ def _read_curve(kind: type[_Item], batch_sizes: object, values: Sequence[Any], n
         return kind(tuple(batch_sizes), tuple(values))
     except ValueError as error:
         raise PlanError(str(error), path=name) from None
-
-
-def _earlier(curve: TimeCurve, seconds: float) -> TimeCurve:
-    """A curve so many seconds lower, but positive."""
-    return TimeCurve(curve.batch_sizes, [max(value - seconds, 1e-9) for value in curve.seconds])

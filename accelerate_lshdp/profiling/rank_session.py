@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from accelerate_lshdp.profiling.subject import Samples
 
 
 _READY_ROUNDS = 3
+_ACCUMULATION_ROUNDS = 5
 
 
 class OtherRankFailed(Exception):
@@ -64,7 +66,7 @@ class CpuTime:
 
 
 class RankSession:
-    """Measures one rank, step by step: `warm_up`, `find`, `repeat`, `full_steps`.
+    """Measures one rank, step by step: `warm_up`, `find`, `repeat`, `accumulation_overhead`, `full_steps`.
 
     Args:
         rank: trains the micro-batches.
@@ -175,6 +177,28 @@ class RankSession:
             remaining=self._surroundings.remaining,
             others_measure=self._surroundings.others_measure,
         )
+
+    def accumulation_overhead(self, seconds: dict[int, float]) -> float:
+        """Seconds that a micro-batch takes longer when it adds its gradients to those of another one.
+
+        They do not depend on its size, so the smallest one shows them best.
+
+        Args:
+            seconds: of a micro-batch of each size.
+        """
+        size = min(seconds)
+        batch = self._rank.to_device(self._samples.batch(size))
+        differences: list[float] = []
+        while len(differences) < _ACCUMULATION_ROUNDS:
+            if differences and 2 * seconds[size] > self._surroundings.remaining():
+                break
+            self._go_on()
+            self._rank.drop_gradients()
+            first = self._train(batch)
+            differences.append(self._train(batch) - first)
+            self._surroundings.on_measurement()
+        self._rank.drop_gradients()
+        return max(0.0, median(differences))
 
     def full_steps(self, seconds: dict[int, float]) -> tuple[float, list[TimeCurve], list[int]]:
         """Optimizer seconds, one curve of readiness a bucket, and the bytes of each bucket.

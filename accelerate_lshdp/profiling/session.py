@@ -263,6 +263,7 @@ class _Run:
     def _measure_steps(self, session: RankSession, *curves: Any) -> tuple[MeasuredRank, list[int]]:
         limit, found, memory, repeats = curves
         seconds = {size: measured.median for size, measured in repeats.items()}
+        accumulation_overhead_seconds = session.accumulation_overhead(seconds)
         optimizer_seconds, ready, bucket_bytes = session.full_steps(seconds)
         rank = MeasuredRank(
             rank=self._accelerator.process_index,
@@ -275,6 +276,7 @@ class _Run:
             memory=memory,
             memory_limit_bytes=limit,
             bucket_ready=tuple(ready),
+            accumulation_overhead_seconds=accumulation_overhead_seconds,
         )
         return rank, bucket_bytes
 
