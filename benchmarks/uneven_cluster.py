@@ -110,9 +110,9 @@ class Benchmark:
         sizes = [size for size, _ in make_plan(profile, self.arguments.total).micro_batches]
         self.ranks.call("prepare_check", timeout=BUILD_SECONDS, sizes=sizes, seed=self.arguments.seed)
         self.speeds.apply(self.arguments.shares)
-        checks = [self._check_speed()]
+        checks, steps = [self._check_speed()], []
         for _ in range(self.arguments.plan_blocks):
-            self._train("plan", self.arguments.plan_steps)
+            steps += [seconds for seconds, _ in self._train("plan", self.arguments.plan_steps)]
             checks.append(self._check_speed())
         statistics = self.ranks.call("statistics", timeout=BUILD_SECONDS, name="plan")[0]
         self.speeds.lift()
@@ -134,7 +134,10 @@ class Benchmark:
             "idle_fraction": statistics["idle_fraction"],
             "step_seconds": statistics["step_seconds"],
             "wait_seconds": statistics["wait_seconds"],
-            "steps": self.arguments.plan_blocks * self.arguments.plan_steps,
+            "steps": len(steps),
+            "all_step_seconds": steps,
+            "check_seconds": [[seconds for seconds, _ in check] for check in checks],
+            "profiled_check_seconds": expected,
         }
 
     def _check_speed(self) -> list[tuple[float, float | None]]:

@@ -97,6 +97,23 @@ def send(cluster: EmulatedCluster, sender: int, receiver: int, seconds: float) -
     return cluster.popen(sender, python(SENDER, cluster.nodes[receiver].address, str(seconds)))
 
 
+def transfer(cluster: EmulatedCluster, rate: float, *ways: tuple[int, int]) -> list[tuple[int, float]]:
+    """Sends for a second between these (sender, receiver); of each receiver, its bytes and its rate.
+
+    The limit holds always. A busy machine may keep streams below it, but not three times in a row.
+    """
+    for _ in range(3):
+        nodes = {receiver for _, receiver in ways}
+        receivers = [Receiver(cluster, node, sum(node == receiver for _, receiver in ways)) for node in nodes]
+        for sender, receiver in ways:
+            send(cluster, sender, receiver, seconds=1.0)
+        results = [receiver.result() for receiver in receivers]
+        assert all(reached < 1.05 * rate for _, reached in results)
+        if all(reached > 0.6 * rate for _, reached in results):
+            return results
+    raise AssertionError(f"a limit of {rate} b/s was not nearly reached: {results}")
+
+
 def test_nobody_speaks_unasked() -> None:
     with EmulatedCluster(ClusterDescription((NodeDescription(1.0),) * 2, NetworkDescription(1e9))) as cluster:
         time.sleep(1.5)  # an interface with an IPv6 address announces it in the first second
@@ -106,12 +123,12 @@ def test_nobody_speaks_unasked() -> None:
 @pytest.mark.parametrize("rate", [1e9, 250e6])
 def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, rate: float) -> None:
     cluster.set_network(NetworkDescription(rate))
+    transfer(cluster, rate, (0, 1))
     before = cluster.traffic()
     receiver = Receiver(cluster, 1, senders=1)
     send(cluster, 0, 1, seconds=1.0)
-    count, reached = receiver.result()
+    count, _ = receiver.result()
     after = cluster.traffic()
-    assert 0.6 * rate < reached < 1.05 * rate
     for counted in (after[0].sent_bytes - before[0].sent_bytes, after[1].received_bytes - before[1].received_bytes):
         assert count < counted < 1.06 * count  # a header in each packet at most
     assert after[1].sent_bytes - before[1].sent_bytes < 0.05 * count  # acknowledgements
@@ -121,13 +138,8 @@ def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, ra
 def test_sending_and_receiving_are_limited_each_for_itself(cluster: EmulatedCluster) -> None:
     rate = 100e6
     cluster.set_network(NetworkDescription(rate))
-    for ways in [((0, 1), (1, 0)), ((0, 1), (2, 1))]:  # both directions of a link; two senders to one receiver
-        nodes = {receiver for _, receiver in ways}
-        receivers = [Receiver(cluster, node, sum(node == receiver for _, receiver in ways)) for node in nodes]
-        for sender, receiver in ways:
-            send(cluster, sender, receiver, seconds=1.0)
-        for receiver in receivers:
-            assert 0.6 * rate < receiver.result()[1] < 1.05 * rate
+    transfer(cluster, rate, (0, 1), (1, 0))  # both directions of a link
+    transfer(cluster, rate, (0, 1), (2, 1))  # two senders to one receiver
 
 
 def wait_for_traffic(cluster: EmulatedCluster, node: int, count: int) -> None:

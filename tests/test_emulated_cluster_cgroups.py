@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -72,6 +73,25 @@ def test_quota_limits_a_spinning_process_and_changes_while_it_runs(spinning: psu
     assert not group.paths[0].exists()
     assert group.paths[0].name not in groups_of(spinning.pid)
     assert spinning.is_running()
+
+
+@pytest.mark.root
+@needs_groups
+def test_groups_with_more_than_the_machine_has_are_slowed_down_alike() -> None:
+    """As nodes that one machine emulates are: with equal claims the slow one would get all, the fast one the rest."""
+    limits, processes = (0.9, 0.6), []
+    with ExitStack() as made:
+        for limit in limits:
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            made.callback(process.wait)
+            made.callback(process.kill)
+            os.sched_setaffinity(process.pid, [min(os.sched_getaffinity(0))])
+            made.enter_context(ControlGroup("test", limit, period_seconds=0.02)).add(process.pid)
+            processes.append(psutil.Process(process.pid))
+        time.sleep(0.2)
+        before, _ = [process.cpu_times().user for process in processes], time.sleep(2.0)
+        used = [process.cpu_times().user - start for process, start in zip(processes, before, strict=True)]
+    assert used[0] / used[1] == pytest.approx(limits[0] / limits[1], rel=0.15)
 
 
 @pytest.mark.root
@@ -155,6 +175,7 @@ def test_both_versions_are_found_and_written(tmp_path: Path) -> None:
     first.limit_cpu(tmp_path, 0.3, 0.1)
     assert (tmp_path / "cpu.cfs_quota_us").read_text() == "30000"
     assert (tmp_path / "cpu.cfs_period_us").read_text() == "100000"
+    assert (tmp_path / "cpu.shares").read_text() == "307"
     first = Hierarchy.find("memory", tmp_path)
     assert first == Hierarchy("memory", 1, tmp_path, parent=tmp_path / "mine")
     (tmp_path / "memory.memsw.limit_in_bytes").touch()
@@ -169,6 +190,7 @@ def test_both_versions_are_found_and_written(tmp_path: Path) -> None:
     assert second == Hierarchy("cpu", 2, tmp_path, parent=tmp_path)
     second.limit_cpu(tmp_path, 1.5, 0.1)
     assert (tmp_path / "cpu.max").read_text() == "150000 100000"
+    assert (tmp_path / "cpu.weight").read_text() == "150"
     second.limit_memory(tmp_path, 2**30)
     assert (tmp_path / "memory.max").read_text() == str(2**30)
     (tmp_path / "cgroup.subtree_control").write_text("memory\n")

@@ -7,6 +7,9 @@
 
 In every period the kernel lets the group run for cores x period seconds and then stops it until the period ends. Short
 periods make the speed smoother. CPU time clocks do not count the time stopped: measure wall time.
+
+Groups that together may use more than the machine has to give are slowed down alike: each has a claim in proportion to
+its limit. With equal claims the fastest one would bear all that is missing, whatever the reason.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from accelerate_lshdp.emulated_cluster.system import PREFIX, ClusterError, is_le
 # The kernel's limits, in microseconds.
 _LEAST_QUOTA, _LEAST_PERIOD, _LONGEST_PERIOD = 1_000, 1_000, 1_000_000
 _END_SECONDS = 10.0
+# Of each version: the file of a group's claim beside others, the claim of one core, which is also the kernel's default,
+# and the least and the most that the kernel takes.
+_CLAIMS = {1: ("cpu.shares", 1024, 2, 2**18), 2: ("cpu.weight", 100, 1, 10_000)}
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,10 @@ class Hierarchy:
         return None
 
     def limit_cpu(self, group: Path, cores: float, period_seconds: float) -> None:
-        """Sets how much CPU time a group has in each period."""
+        """Sets how much CPU time a group has in each period, and its claim beside other groups."""
         quota, period = quota_microseconds(cores, period_seconds)
+        file, of_one_core, least, most = _CLAIMS[self.version]
+        (group / file).write_text(str(min(most, max(least, round(of_one_core * cores)))))
         if self.version == 2:
             (group / "cpu.max").write_text(f"{quota} {period}")
             return
