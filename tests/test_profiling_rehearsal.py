@@ -101,15 +101,18 @@ def test_steps_that_are_shorter_with_sending_scale_the_curve_to_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "pairs",
+    ("pairs", "factor"),
     [
-        [(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)],
-        [(2.0, 2.0)] * 3,
-        [(2.0, 2.4), (2.4, 1.9), (1.8, 2.1), (2.0, 1.8)],
+        ([(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)], 2.075 / 2),
+        ([(2.0, 2.0)] * 3, 1.0),
+        ([(2.0, 2.4), (2.4, 1.9), (1.8, 2.1), (2.0, 1.8)], 2.05 / 2),
     ],
 )
-def test_differences_that_chance_makes_change_nothing(pairs: list[tuple[float, float]]) -> None:
-    assert learn_from_steps(a_rank(), timed(*pairs)) == a_rank()
+def test_differences_that_chance_makes_are_no_load(pairs: list[tuple[float, float]], factor: float) -> None:
+    """But they scale the curve: all ranks rehearse at the same time, when the machine may be slow for all of them."""
+    learned = learn_from_steps(a_rank(), timed(*pairs))
+    assert learned.communication_load_seconds == 0
+    assert learned.time.seconds == pytest.approx((factor, 4 * factor))
 
 
 def counted(size: int, alone: float, sending: float, cpu: float, added: float, beside: float) -> RehearsedStep:

@@ -90,19 +90,19 @@ def learn_from_steps(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> 
     If steps that send take longer than those that do not, by more than chance, sending takes the difference from every
     step. The curve is scaled to what the steps without sending took, or if they send at no cost, to both: the machine
     may be slower than before, and ranks that share it were in each other's way while all of them measured without a
-    pause.
+    pause. All ranks rehearse at the same time: a machine that is faster at one time than at another, and theirs alike,
+    does not make some of them look slower than others. So the curve is scaled even if chance explains the difference.
 
     Args:
         measured: the rank as it measured itself.
         steps: all with the same micro-batch.
     """
     expected = measured.time(steps[0].micro_batch_size)
-    load = _significant([step.sending_seconds - step.alone_seconds for step in steps], 0.0, expected)
+    load = _significant([step.sending_seconds - step.alone_seconds for step in steps], expected)
     if load > 0:
         return _at_speed(replace(measured, communication_load_seconds=load), steps)
     seconds = [(step.alone_seconds, step.sending_seconds) for step in steps]
-    change = _significant([min(pair) if load < 0 else sum(pair) / 2 for pair in seconds], expected, expected)
-    return measured.slowed_down(1 + change / expected) if change else measured
+    return measured.slowed_down(median(min(pair) if load < 0 else sum(pair) / 2 for pair in seconds) / expected)
 
 
 def learn_from_cpu_seconds(
@@ -133,13 +133,12 @@ def _rate(steps: Sequence[RehearsedStep]) -> float:
 
 def _at_speed(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:
     """With the curve scaled to what steps without sending took."""
-    change = _significant([step.alone_seconds / measured.time(step.micro_batch_size) for step in steps], 1.0, 1.0)
-    return measured.slowed_down(1 + change) if change else measured
+    return measured.slowed_down(median(step.alone_seconds / measured.time(step.micro_batch_size) for step in steps))
 
 
-def _significant(seconds: Sequence[float], expected: float, scale: float) -> float:
-    """By how much the median is off what was expected; 0 if chance explains it, or if it is little on that scale."""
+def _significant(seconds: Sequence[float], scale: float) -> float:
+    """The median; 0 if chance explains it, or if it is little on that scale."""
     middle = median(seconds)
     deviation = median(abs(value - middle) for value in seconds)
     chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * scale)
-    return middle - expected if abs(middle - expected) > chance else 0.0
+    return middle if abs(middle) > chance else 0.0
