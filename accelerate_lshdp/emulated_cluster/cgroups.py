@@ -30,8 +30,8 @@ from accelerate_lshdp.emulated_cluster.system import PREFIX, ClusterError, is_le
 # The kernel's limits, in microseconds.
 _LEAST_QUOTA, _LEAST_PERIOD, _LONGEST_PERIOD = 1_000, 1_000, 1_000_000
 _END_SECONDS = 10.0
-# Of each version: the file of a group's claim beside others, the claim of one core, and the least and the most that the
-# kernel takes. Eight times the kernel's default: what else runs on the machine shall not take a slow node's time.
+# Of each version: the file of a group's claim beside others, the claim of one core, and the least and the most that
+# the kernel takes. Eight times the kernel's default: what else runs on the machine shall not take a slow node's time.
 _CLAIMS = {1: ("cpu.shares", 8 * 1024, 2, 2**18), 2: ("cpu.weight", 8 * 100, 1, 10_000)}
 
 
