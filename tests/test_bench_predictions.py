@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from accelerate_lshdp.benchmarking.cases import Case
-from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads
+from accelerate_lshdp.benchmarking.planned import GOODPUT, Format, Knowledge, Overheads
 from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
 from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
 from accelerate_lshdp.plan import Strategy
@@ -87,6 +87,19 @@ def test_a_step_is_computing_at_the_speed_of_the_check_and_the_optimizer(strateg
     own = optimizer if strategy.startswith("torch") else 1.5 * optimizer
     slowed = replace(AS_PROFILED, slowdown=1.5)
     assert predicted(strategy, slowed) == pytest.approx(1.5 * 0.8 + own, abs=1e-3)
+
+
+def test_messages_that_computing_ranks_hold_back_take_longer() -> None:
+    """Where they travel meanwhile; a bucket is two of them between two nodes."""
+    wire_seconds = 0.3
+    network = NetworkDescription(8 * 4000 / (wire_seconds * GOODPUT))
+    known = knowledge(networks={"fast": (network, knowledge().networks["fast"][1])})
+    busy = replace(known, held_back_seconds={"fast": 0.01, "another": 9.0})
+    for strategy in ("ddp", "lsdp", "torch_ddp"):
+        longer = predicted(strategy, known=busy) - predicted(strategy, known=known)
+        assert 0 < longer <= 2 * 0.01 * 24 * (1 + 1e-9)
+    for strategy in ("fsdp", "torch_fsdp"):  # everybody waits for what travels
+        assert predicted(strategy, known=busy) == predicted(strategy, known=known)
 
 
 def test_what_fsdp_does_itself_counts_where_it_shards() -> None:

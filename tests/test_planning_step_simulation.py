@@ -74,6 +74,18 @@ def test_transfers_that_cost_nothing_overlap() -> None:
     assert played.busy_seconds == pytest.approx((2.0, 4.0))
 
 
+def test_a_transfer_is_held_back_while_somebody_computes() -> None:
+    # It begins at 2. Rank 1 computes until 4: by then a third of it is done, where half as much is lost as carried.
+    transfers = [Transfer(3.0, (0.0, 0.0), after=0, held_back_seconds=3.0)]
+    assert play_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers)).seconds == pytest.approx(4 + 2)
+    # Nobody is stopped whose quota has something left.
+    segments = [Segment((0.2,)), Segment((0.1,), needs=0)]
+    transfers = [Transfer(0.1, (0.0,), after=0), Transfer(0.05, (0.0,), after=0, held_back_seconds=9.0)]
+    saved = [Processors.under_quota(0.5, 1, 1.0)]
+    assert play_step(segments, transfers, [0], saved).seconds == pytest.approx(0.2 + 0.1 + 0.05)
+    assert play_step(segments, transfers, [0]).seconds > 0.2 + 0.1 + 0.1
+
+
 def test_a_segment_waits_for_the_transfer_that_it_needs() -> None:
     played = play_step(*step([[1.0, 2.0], [1.0, 2.0]], [Transfer(3.0, (0.0, 0.0), after=0)], needs=[None, 0]))
     assert played.seconds == pytest.approx(2 + 3 + 2)

@@ -69,6 +69,8 @@ class ClusterModel:
         shared_memory: node-sharded strategies exchange through shared memory inside a node.
         two_stage: world-sharded strategies exchange inside nodes and between them in two stages.
         streams: devices gather and reduce while they compute.
+        held_back_seconds: how much longer a message between nodes takes while these compute, where their processors
+            send it on.
 
     Raises:
         ValueError: there is no node, one has no rank, or values do not match the nodes.
@@ -83,6 +85,7 @@ class ClusterModel:
     shared_memory: bool = False
     two_stage: bool = True
     streams: bool = False
+    held_back_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         nodes = tuple(self.nodes)

@@ -100,11 +100,13 @@ class Transfer:
         wire_seconds: what it takes if processors cost nothing.
         load_seconds: what it takes of the processors of each node if they do nothing else.
         after: the segment that all ranks have to finish before.
+        held_back_seconds: how much longer it takes on the wire while a rank computes.
     """
 
     wire_seconds: float
     load_seconds: tuple[float, ...]
     after: int
+    held_back_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,11 @@ class _Player:
         """The part of a transfer that is done in a second."""
         free = np.where(self._computing(computes) > 0, _FAIR_SHARE, 1.0)
         free = np.where(self.credit > 0, free * self.peak, free)
-        seconds = max(self.transfers[turn].wire_seconds, float((self.loads[turn] / free).max(initial=0.0)))
+        # A node that has saved quota is not stopped.
+        held_back = computes.any() and not (self.credit[self.node[computes]] > 0).all()
+        transfer = self.transfers[turn]
+        wire_seconds = transfer.wire_seconds + (transfer.held_back_seconds if held_back else 0.0)
+        seconds = max(wire_seconds, float((self.loads[turn] / free).max(initial=0.0)))
         return 1 / seconds if seconds > 0 else math.inf
 
     def _speeds(self, computes: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

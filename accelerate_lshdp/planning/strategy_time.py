@@ -215,11 +215,14 @@ class _StepWriter:
         self.exchanges.append(exchange)
         inside = np.array(exchange.inside_bytes or (0.0,) * len(self.nodes))
         loads = self._loads(np.array(exchange.handled_bytes) - inside)
+        # What all wait for begins when the last node goes on; beside computing each message may wait for a processor.
         held_back = held_back_seconds(self.cluster.processors) if self.blocks else 0.0
+        beside = 0.0 if self.blocks else exchange.rounds * self.cluster.held_back_seconds
         between, within = exchange.seconds(self.cluster.link), self._seconds_within(exchange)
         # In one stage both links are used at the same time.
         wire = between if inside.any() else max(between, within)
-        self.transfers.append(Transfer(held_back + self._copy_seconds(payload) + wire, loads, after))
+        seconds = held_back + self._copy_seconds(payload) + wire
+        self.transfers.append(Transfer(seconds, loads, after, beside))
         if inside.any():
             self.transfers.append(Transfer(within, self._loads(inside), after))
         return len(self.transfers) - 1

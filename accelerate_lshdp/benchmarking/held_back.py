@@ -1,0 +1,52 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How much longer messages between nodes take while these compute.
+
+A message of a ring is sent on by a thread of the next rank. Where all of a node's cores compute, that thread waits for
+one of them, or for the rest of a quota's period; where the link carries another message meanwhile that costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.groups import new_group
+
+
+_BUCKETS, _REPEATS = 4, 3
+# Takes some milliseconds of a core, and lets other threads of the process run.
+_ROWS, _COLUMNS = (256, 384), (384, 1536)
+
+
+def held_back_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
+    """What each message of an all-reduce takes longer beside computing than alone (collective over all ranks).
+
+    Args:
+        size: bytes of each all-reduce; several are started at once, as in a backward.
+        groups: ranks that exchange, each rank in one of them.
+    """
+    made = {tuple(ranks): new_group(ranks) for ranks in groups}
+    own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+    buffers = [torch.zeros(size // 4) for _ in range(_BUCKETS)]
+    differences = []
+    for _ in range(1 + _REPEATS):
+        alone = _seconds(buffers, own, computes=False)
+        differences.append(_seconds(buffers, own, computes=True) - alone)
+    messages = 2 * (own.size() - 1) * _BUCKETS  # of a ring, one after the other
+    return max(0.0, median(differences[1:])) / messages  # the first one sets up connections
+
+
+def _seconds(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, *, computes: bool) -> float:
+    left, right = torch.ones(_ROWS), torch.ones(_COLUMNS)
+    dist.barrier()
+    begun = time.perf_counter()
+    works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
+    while computes and not all(work.is_completed() for work in works):
+        left @ right
+    for work in works:
+        work.wait()
+    return time.perf_counter() - begun
