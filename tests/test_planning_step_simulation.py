@@ -80,10 +80,15 @@ def test_a_transfer_is_held_back_while_somebody_computes() -> None:
     assert play_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers)).seconds == pytest.approx(4 + 2)
     # Nobody is stopped whose quota has something left.
     segments = [Segment((0.2,)), Segment((0.1,), needs=0)]
-    transfers = [Transfer(0.1, (0.0,), after=0), Transfer(0.05, (0.0,), after=0, held_back_seconds=9.0)]
     saved = [Processors.under_quota(0.5, 1, 1.0)]
-    assert play_step(segments, transfers, [0], saved).seconds == pytest.approx(0.2 + 0.1 + 0.05)
-    assert play_step(segments, transfers, [0]).seconds > 0.2 + 0.1 + 0.1
+
+    def seconds(held_back: float, processors: list[Processors] | None) -> float:
+        second = Transfer(0.05, (0.0,), after=0, held_back_seconds=held_back)
+        return play_step(segments, [Transfer(0.1, (0.0,), after=0), second], [0], processors).seconds
+
+    assert seconds(9.0, saved) == seconds(0.0, saved)
+    assert seconds(0.0, None) == pytest.approx(0.2 + 0.1 + 0.1)
+    assert seconds(9.0, None) == pytest.approx(0.2 + 0.1 + 0.1 + 0.05 * (1 - 0.1 / 9.05))
 
 
 def test_a_segment_waits_for_the_transfer_that_it_needs() -> None:

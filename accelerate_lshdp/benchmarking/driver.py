@@ -154,7 +154,13 @@ class ClusterBenchmark:
         )
 
     def _measure_overheads(self, launch: Launch, crew: str) -> Overheads:
-        told = launch.call("measure_overheads", crew=crew, timeout=BUILD_SECONDS, is_peer=crew == PEERS)
+        told = launch.call(
+            "measure_overheads",
+            crew=crew,
+            timeout=BUILD_SECONDS,
+            is_peer=crew == PEERS,
+            node_sizes=list(launch.node_sizes),
+        )
         return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
 
     def _check_speed(self, launch: Launch, measurement: Measurement, before: Measurement | None) -> None:

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from accelerate_lshdp.engine.groups import new_group
+
 
 _REPEATS = 5
 
@@ -36,6 +38,27 @@ def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
             torch.empty_like(source).copy_(source)
 
     return _cpu_seconds(copy) / sum(source.nbytes for source in sources)
+
+
+def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
+    """Of a byte that ranks of a node send each other when they gather a unit twice and reduce it (collective).
+
+    More than of one in an all-reduce: gloo gathers into memory of its own first.
+
+    Args:
+        size: bytes of the unit.
+        nodes: ranks of each node, equally many.
+    """
+    made = {tuple(ranks): new_group(ranks) for ranks in nodes}
+    own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+    count = own.size()
+    if count == 1:
+        return 0.0
+    shard = torch.zeros(max(1, size // 4 // count))
+    whole = torch.zeros(shard.numel() * count)
+    gather = _cpu_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
+    reduce = _cpu_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
+    return count * (2 * gather + reduce) / 3 / ((count - 1) * whole.nbytes)
 
 
 def seconds_per_unit(plain: nn.Module, sharded: nn.Module, blocks: int, batch: Mapping[str, torch.Tensor]) -> float:

@@ -50,11 +50,13 @@ class Overheads:
     Args:
         copy_seconds_per_byte: of a unit's parameters or gradients, to or from the buffer in which they travel.
         seconds_per_unit: of a unit that is gathered or reduced, whatever its size, with all messages.
+        inside_seconds_per_byte: of a byte that ranks of a node send each other for it; 0: as for other bytes.
         optimizer_seconds: of an optimizer step, whose parameters are shards.
     """
 
     copy_seconds_per_byte: float = 0.0
     seconds_per_unit: float = 0.0
+    inside_seconds_per_byte: float = 0.0
     optimizer_seconds: float = 0.0
 
 
@@ -127,6 +129,7 @@ class Knowledge:
                 seconds_per_collective=0.0,  # it is in those of a unit
                 copy_seconds_per_byte=overheads.copy_seconds_per_byte,
                 seconds_per_unit=overheads.seconds_per_unit,
+                inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
         cores_of_rank = os.cpu_count() / sum(node.ranks for node in self.nodes)  # the nodes share this machine
         cluster = ClusterModel(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +121,26 @@ class Rank:
             shapes = [parameter.shape for parameter in models.build_model(self.model, self.seed).parameters()]
         return {name: measure_format(name, shapes) for name in names}
 
-    def measure_overheads(self, *, is_peer: bool) -> dict[str, float]:
-        """What FSDP2 takes of this rank's processor beside computing and sending; collective over all ranks."""
-        from accelerate_lshdp.benchmarking.overheads import copy_seconds_per_byte, sharded_step_seconds
+    def measure_overheads(self, *, is_peer: bool, node_sizes: list[int]) -> dict[str, float]:
+        """What FSDP2 takes of this rank's processor beside computing and sending; collective over all ranks.
 
+        Args:
+            is_peer: whether these are the processes of plain PyTorch.
+            node_sizes: how many of the ranks, in their order, are on each node.
+        """
+        from accelerate_lshdp.benchmarking import overheads
+
+        ranks = iter(range(dist.get_world_size()))
+        nodes = [list(islice(ranks, size)) for size in node_sizes]
         _, unit_bytes = models.measure(self.model)
         with torch.device("meta"):
             count = len(list(models.build_model(self.model, self.seed).parameters()))
         fused = None if is_peer else True  # as the engine does it on CPUs
         return {
-            "copy_seconds_per_byte": copy_seconds_per_byte(max(unit_bytes), len(unit_bytes)),
+            "copy_seconds_per_byte": overheads.copy_seconds_per_byte(max(unit_bytes), len(unit_bytes)),
+            "inside_seconds_per_byte": overheads.inside_seconds_per_byte(max(unit_bytes), nodes),
             "seconds_per_unit": self._seconds_per_unit(),
-            "optimizer_seconds": sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
+            "optimizer_seconds": overheads.sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
         }
 
     def _seconds_per_unit(self) -> float:

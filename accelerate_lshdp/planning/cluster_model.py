@@ -19,6 +19,7 @@ _HANDLING = (
     "conversion_seconds_per_byte",
     "copy_seconds_per_byte",
     "seconds_per_unit",
+    "inside_seconds_per_byte",
 )
 
 
@@ -32,6 +33,7 @@ class Handling:
         conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
         copy_seconds_per_byte: for a byte of a unit that one rank copies to or from the buffer in which it travels.
         seconds_per_unit: for a unit that one rank gathers or reduces, whatever its size.
+        inside_seconds_per_byte: as `seconds_per_byte`, of gathering and reducing inside a node; 0: the same.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -42,6 +44,7 @@ class Handling:
     conversion_seconds_per_byte: float = 0.0
     copy_seconds_per_byte: float = 0.0
     seconds_per_unit: float = 0.0
+    inside_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _HANDLING:

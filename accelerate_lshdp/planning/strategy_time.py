@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from accelerate_lshdp.planning.cluster_model import ClusterModel, ModelSize
+from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
 from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Collective, Exchange
 from accelerate_lshdp.planning.step_simulation import Segment, Transfer, held_back_seconds, play_step
@@ -224,7 +224,7 @@ class _StepWriter:
         seconds = held_back + self._copy_seconds(payload) + wire
         self.transfers.append(Transfer(seconds, loads, after, beside))
         if inside.any():
-            self.transfers.append(Transfer(within, self._loads(inside), after))
+            self.transfers.append(Transfer(within, self._loads(inside, inside=True), after))
         return len(self.transfers) - 1
 
     def _seconds_within(self, exchange: Exchange) -> float:
@@ -242,14 +242,14 @@ class _StepWriter:
             return 0.0
         return link.seconds(payload / len(self.group))
 
-    def _loads(self, handled_bytes: np.ndarray) -> tuple[float, ...]:
+    def _loads(self, handled_bytes: np.ndarray, inside: bool = False) -> tuple[float, ...]:
         """What a collective takes of the processors of each node, beyond what is known to make backwards longer."""
         if self.load_is_known:
             return (0.0,) * len(self.nodes)
         # A bucket that lies in a node's shared memory is sent by one rank of the node.
         ranks = [1] * len(self.nodes) if self.in_memory else self.nodes
         return tuple(
-            float(handled * own.seconds_per_byte + count * own.seconds_per_collective)
+            float(handled * _byte_seconds(own, inside) + count * own.seconds_per_collective)
             for handled, own, count in zip(handled_bytes, self.cluster.handling, ranks, strict=True)
         )
 
@@ -277,7 +277,7 @@ class _StepWriter:
                 continue
             self.inside_bytes[node] += rounds[ranks].max() * handled
             wire = link.seconds((count - 1) / count * payload, count - 1) if link is not None else 0.0
-            seconds[ranks] += max(handled * own.seconds_per_byte + count * own.seconds_per_collective, wire)
+            seconds[ranks] += max(handled * _byte_seconds(own, True) + count * own.seconds_per_collective, wire)
         return seconds
 
     def _beside(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
@@ -401,3 +401,7 @@ class _StepWriter:
             tuple(sent.tolist()),
             tuple(self.inside_bytes.tolist()),
         )
+
+
+def _byte_seconds(handling: Handling, inside: bool) -> float:
+    return (inside and handling.inside_seconds_per_byte) or handling.seconds_per_byte
