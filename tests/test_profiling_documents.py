@@ -99,6 +99,13 @@ def test_what_the_planner_gets() -> None:
     assert profile.communication_seconds() == pytest.approx(sum(seconds))
 
 
+def test_profiles_of_earlier_versions_say_nothing_of_accumulation() -> None:
+    document = a_profile().to_dict()
+    for rank in document["ranks"]:
+        del rank["accumulation_overhead_seconds"]
+    assert [rank.accumulation_overhead_seconds for rank in Profile.from_dict(document).ranks] == [0.0, 0.0]
+
+
 def test_a_network_that_ranks_wait_for_hides_what_sending_takes() -> None:
     """Also where it takes longer than a rank needs for its first bucket."""
     profile = a_profile()

@@ -253,9 +253,10 @@ def read_script(document: object) -> ProfiledScript:
 def read_rank(document: object) -> MeasuredRank:
     """One entry of the `ranks` section of a profile file."""
     names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds")
-    names = (*names, "communication_load_seconds", "accumulation_overhead_seconds", "memory_limit_bytes")
+    names = (*names, "communication_load_seconds", "memory_limit_bytes")
     required = (*names, "batch_sizes", "seconds", "spread", "memory", "bucket_ready")
-    section = require_object(document, required=required)
+    # Profiles of earlier versions do not have it.
+    section = require_object(document, required=required, optional=("accumulation_overhead_seconds",))
     memory = None
     if section["memory"] is not None:
         with located("memory"):
@@ -266,6 +267,7 @@ def read_rank(document: object) -> MeasuredRank:
         spread=section["spread"],
         memory=memory,
         bucket_ready=read_items(section["bucket_ready"], "bucket_ready", _read_ready),
+        accumulation_overhead_seconds=section.get("accumulation_overhead_seconds", 0.0),
         **{name: section[name] for name in names},
     )
 
