@@ -57,7 +57,7 @@ class MeasuredRank:
 
     Args:
         rank: its number.
-        time: median seconds of forward and backward by micro-batch size.
+        time: seconds of forward and backward by micro-batch size: medians, less their noise (`noise`).
         spread: median absolute deviation over median, for each size of `time`.
         max_micro_batch_size: the largest micro-batch that it can train on, in samples.
         limited_by: why there is no larger one, one of `LIMITS`.

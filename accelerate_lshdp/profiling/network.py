@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.profiling.line_fit import fit_line
 from accelerate_lshdp.profiling.measured import MessageTimes, Network
 
 
@@ -24,34 +25,13 @@ _MOST_REPEATS = 10
 
 
 def fit_message_times(points: Iterable[tuple[int, float]]) -> MessageTimes:
-    """The line through measured (bytes, seconds) with the smallest sum of squared relative errors.
-
-    Relative, so that small messages decide the latency, which is nothing beside the seconds of a large one. Neither
-    latency nor cost is negative: where the best line has a negative one, the best line with 0 in its place is taken.
+    """The line through measured (bytes, seconds), see `fit_line`: small messages decide the latency.
 
     Raises:
         ValueError: there are no points.
     """
     points = tuple(points)
-    if not points:
-        raise ValueError("found no measured messages, expected at least one")
-    # seconds[i] * 1 ~ latency + cost * bytes[i], each divided by seconds[i]: least squares of u*latency + v*cost = 1.
-    u = [1 / seconds for _, seconds in points]
-    v = [size / seconds for size, seconds in points]
-    su, sv, uu, vv = sum(u), sum(v), sum(a * a for a in u), sum(b * b for b in v)
-    uv = sum(a * b for a, b in zip(u, v, strict=True))
-    determinant = uu * vv - uv * uv
-    # Relative to its terms: with one size only, the determinant is zero up to rounding.
-    if determinant > 1e-12 * uu * vv:
-        latency, cost = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
-        if latency >= 0 and cost >= 0:
-            return MessageTimes(latency, cost, points)
-    candidates = [(su / uu, 0.0)] + ([(0.0, sv / vv)] if vv > 0 else [])
-
-    def error(line: tuple[float, float]) -> float:
-        return sum((line[0] * a + line[1] * b - 1) ** 2 for a, b in zip(u, v, strict=True))
-
-    return MessageTimes(*min(candidates, key=error), points)
+    return MessageTimes(*fit_line(points), points)
 
 
 def all_reduce_sizes(largest: int) -> list[int]:

@@ -26,6 +26,7 @@ from accelerate_lshdp.profiling.documents import Profile
 from accelerate_lshdp.profiling.measured import MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
+from accelerate_lshdp.profiling.noise import seconds_without_noise
 from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
 from accelerate_lshdp.profiling.readiness import NotingReduction
 from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, SharedPart, make_sender, plan_rehearsal
@@ -262,7 +263,7 @@ class _Run:
 
     def _measure_steps(self, session: RankSession, *curves: Any) -> tuple[MeasuredRank, list[int]]:
         limit, found, memory, repeats = curves
-        seconds = {size: measured.median for size, measured in repeats.items()}
+        seconds = seconds_without_noise(repeats)
         accumulation_overhead_seconds = session.accumulation_overhead(seconds)
         optimizer_seconds, ready, bucket_bytes = session.full_steps(seconds)
         rank = MeasuredRank(
