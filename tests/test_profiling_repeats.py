@@ -185,7 +185,7 @@ def test_no_line_is_negative(points: list[tuple[int, float]]) -> None:
 def test_times_that_fall_with_the_size_give_a_latency_only() -> None:
     fit = fit_message_times([(1000, 2.0), (10_000, 1.0)])
     assert fit.seconds_per_byte == 0 and 1.0 < fit.latency_seconds < 2.0
-    with pytest.raises(ValueError, match="no measured messages"):
+    with pytest.raises(ValueError, match="no measured points"):
         fit_message_times([])
 
 
