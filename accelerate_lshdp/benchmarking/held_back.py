@@ -18,6 +18,8 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 _BUCKETS, _REPEATS = 4, 3
+#: As many are on their way at most times of a backward: one of each of two ranks of a node, or two of one.
+_IN_FLIGHT = 2
 # Takes some milliseconds of a core, and lets other threads of the process run.
 _ROWS, _COLUMNS = (256, 384), (384, 1536)
 
@@ -26,27 +28,36 @@ def held_back_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
     """What each message of an all-reduce takes longer beside computing than alone (collective over all ranks).
 
     Args:
-        size: bytes of each all-reduce; several are started at once, as in a backward.
-        groups: ranks that exchange, each rank in one of them.
+        size: bytes of each all-reduce.
+        groups: ranks that exchange at the same time, each rank in one of them.
     """
     made = {tuple(ranks): new_group(ranks) for ranks in groups}
     own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
     buffers = [torch.zeros(size // 4) for _ in range(_BUCKETS)]
+    in_flight = max(1, _IN_FLIGHT // len(groups))
     differences = []
     for _ in range(1 + _REPEATS):
-        alone = _seconds(buffers, own, computes=False)
-        differences.append(_seconds(buffers, own, computes=True) - alone)
+        alone = _seconds(buffers, own, in_flight, computes=False)
+        differences.append(_seconds(buffers, own, in_flight, computes=True) - alone)
     messages = 2 * (own.size() - 1) * _BUCKETS  # of a ring, one after the other
     return max(0.0, median(differences[1:])) / messages  # the first one sets up connections
 
 
-def _seconds(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, *, computes: bool) -> float:
+def _seconds(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, in_flight: int, *, computes: bool) -> float:
     left, right = torch.ones(_ROWS), torch.ones(_COLUMNS)
+    works: list[dist.Work] = []
     dist.barrier()
     begun = time.perf_counter()
-    works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in buffers]
-    while computes and not all(work.is_completed() for work in works):
-        left @ right
+    for place, buffer in enumerate(buffers):
+        if place >= in_flight:
+            _finish(works[place - in_flight], left, right, computes)
+        works.append(dist.all_reduce(buffer, group=group, async_op=True))
     for work in works:
-        work.wait()
+        _finish(work, left, right, computes)
     return time.perf_counter() - begun
+
+
+def _finish(work: dist.Work, left: torch.Tensor, right: torch.Tensor, computes: bool) -> None:
+    while computes and not work.is_completed():
+        left @ right
+    work.wait()
