@@ -74,6 +74,7 @@ def everything_ends(cluster: EmulatedCluster) -> Iterator[None]:
     for node in range(len(cluster.nodes)):
         cluster.kill_node(node)
         cluster.restore_link(node)
+        cluster.set_cpu(node, 1.0)
 
 
 def python(code: str, *arguments: str) -> list[str]:

@@ -88,9 +88,14 @@ def test_groups_with_more_than_the_machine_has_are_slowed_down_alike() -> None:
             os.sched_setaffinity(process.pid, [min(os.sched_getaffinity(0))])
             made.enter_context(ControlGroup("test", limit, period_seconds=0.02)).add(process.pid)
             processes.append(psutil.Process(process.pid))
-        time.sleep(0.2)
-        before, _ = [process.cpu_times().user for process in processes], time.sleep(2.0)
-        used = [process.cpu_times().user - start for process, start in zip(processes, before, strict=True)]
+
+        def used() -> list[float]:
+            return [times.user + times.system for times in (process.cpu_times() for process in processes)]
+
+        while min(used()) < 0.1:
+            time.sleep(0.01)
+        before, _ = used(), time.sleep(2.0)
+        used = [now - start for now, start in zip(used(), before, strict=True)]
     assert used[0] / used[1] == pytest.approx(limits[0] / limits[1], rel=0.15)
 
 

@@ -191,7 +191,7 @@ def test_handling_delays_the_slow_node_only() -> None:
     assert predicted.ranks[1].communication_seconds > 0.2
     assert predicted.ranks[0].communication_seconds == 0
     assert 1.2 + 0.3 <= predicted.seconds <= 1.2 + 0.32 + 0.08
-    assert Handling(1.0, 2.0, 3.0, 4.0, 5.0).on(0.5) == Handling(2.0, 4.0, 6.0, 8.0, 10.0)
+    assert Handling(1.0, 2.0, 3.0, 4.0, 5.0, 6.0).on(0.5) == Handling(2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 
 
 def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:

@@ -25,8 +25,6 @@ from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, plan_r
 from accelerate_lshdp.profiling.rehearsed_rank import (
     RehearsedRank,
     RehearsedStep,
-    learn_from_cpu_seconds,
-    learn_from_steps,
 )
 
 
@@ -72,6 +70,16 @@ def a_rank(*, load: float = 0.0) -> MeasuredRank:
     )
 
 
+def learn_from_steps(measured: MeasuredRank, steps: list[RehearsedStep]) -> MeasuredRank:
+    return RehearsedRank(measured, cores=None).learn([steps])
+
+
+def learn_from_cpu_seconds(
+    measured: MeasuredRank, steps: list[RehearsedStep], others: Sequence[RehearsedStep] = ()
+) -> MeasuredRank:
+    return RehearsedRank(measured, cores=0.5).learn([steps, others])
+
+
 def timed(*pairs: tuple[float, float]) -> list[RehearsedStep]:
     """Steps of two samples: seconds without and with sending."""
     return [RehearsedStep(2, *pair) for pair in pairs]
@@ -103,9 +111,9 @@ def test_steps_that_are_shorter_with_sending_scale_the_curve_to_them() -> None:
 @pytest.mark.parametrize(
     ("pairs", "factor"),
     [
-        ([(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)], 2.075 / 2),
+        ([(2.0, 1.2), (2.0, 2.9), (2.0, 1.4), (2.0, 3.0)], 1.0),
         ([(2.0, 2.0)] * 3, 1.0),
-        ([(2.0, 2.4), (2.4, 1.9), (1.8, 2.1), (2.0, 1.8)], 2.05 / 2),
+        ([(2.1, 2.4), (2.4, 1.9), (1.8, 2.1), (2.1, 1.8)], 1.05),
     ],
 )
 def test_differences_that_chance_makes_are_no_load(pairs: list[tuple[float, float]], factor: float) -> None:
@@ -122,17 +130,25 @@ def counted(size: int, alone: float, sending: float, cpu: float, added: float, b
 def test_limited_cpu_time_that_sending_takes_delays_a_step_even_if_it_was_taken_while_the_rank_waited() -> None:
     # Half a core computes for 2 s; threads beside it take 0.1 s, and the computing thread half as much more.
     steps = [counted(2, 2.0, 2.0, 1.0, added, 0.1) for added in (0.05, 0.04, 0.3)]
-    learned = learn_from_cpu_seconds(a_rank(), steps, steps)
+    learned = learn_from_cpu_seconds(a_rank(), steps)
     assert learned == a_rank(load=learned.communication_load_seconds)
     assert learned.communication_load_seconds == pytest.approx(0.15 / 0.5)
 
 
 def test_steps_of_several_sizes_show_one_speed() -> None:
     steps = [counted(size, 1.5 * size, 1.5 * size, 0.6 * size, -0.01, 0.08) for size in (1, 2, 3)]
-    learned = learn_from_cpu_seconds(a_rank(), steps, steps)
+    learned = learn_from_cpu_seconds(a_rank(), steps)
     assert learned.time.seconds == pytest.approx((1.5, 6.0))
     # The computing thread was a little faster by chance.
     assert learned.communication_load_seconds == pytest.approx(0.08 / 0.4)
+
+
+def test_speed_is_that_of_all_rehearsals_whichever_showed_the_load() -> None:
+    rank = RehearsedRank(a_rank(), cores=None)
+    rank.learn([timed(*[(2.2, 2.3)] * 6)])
+    learned = rank.learn([timed(*[(2.0, 2.0)] * 7)])  # the machine is faster again, and the rank waits
+    assert learned.time.seconds == pytest.approx((1.0, 4.0))
+    assert learned.communication_load_seconds == pytest.approx(0.1)
 
 
 def test_cpu_seconds_of_a_rank_that_sleeps_tell_nothing() -> None:
@@ -145,7 +161,7 @@ def test_how_much_computing_is_slowed_is_learned_of_all_ranks() -> None:
     # Alone, this rank's computing seems to be slowed by 0.3 s.
     own = [counted(2, 2.0, 2.0, 1.0, 0.3, 0.1)]
     others = [counted(4, 2.0, 2.0, 1.0, added, 0.2) for added in (0.1, 0.08, 0.12, 0.1)]
-    learned = learn_from_cpu_seconds(a_rank(), own, [*own, *others])
+    learned = learn_from_cpu_seconds(a_rank(), own, others)
     assert learned.communication_load_seconds == pytest.approx(0.1 * 1.5 / 0.5)
 
 

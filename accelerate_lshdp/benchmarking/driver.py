@@ -125,7 +125,7 @@ class ClusterBenchmark:
         self._say(f"profiling the ranks for {seconds:g} s")
         launch.call("prepare_profile", timeout=BUILD_SECONDS)
         measured: dict[str, Any] = {}
-        held_back: dict[str, float] = {}
+        delays: dict[str, float] = {}
         for name, network in self.config.networks.items():
             with launch.as_described(network):
                 if not measured:
@@ -140,7 +140,7 @@ class ClusterBenchmark:
                     told = launch.call("measure_network", timeout=BUILD_SECONDS, seconds=NETWORK_SECONDS)
                     measured[name] = told[0]
                 if len(launch.nodes) > 1:
-                    held_back[name] = mean(launch.call("held_back_seconds", timeout=BUILD_SECONDS))
+                    delays[name] = mean(launch.call("measure_message_delay", timeout=BUILD_SECONDS))
         self._knowledge = Knowledge(
             nodes=launch.nodes,
             profile=Profile.from_dict(profile),
@@ -149,7 +149,7 @@ class ClusterBenchmark:
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],
             overheads=self._measure_overheads(launch, ENGINE),
-            held_back_seconds=held_back,
+            message_delay_seconds=delays,
             plain_overheads=self._measure_overheads(launch, PEERS) if PEERS in launch.crews else Overheads(),
         )
 

@@ -47,7 +47,7 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
 
     Args:
         size: bytes of the unit.
-        nodes: ranks of each node, equally many.
+        nodes: ranks of each node. One without others sends nothing: 0.
     """
     made = {tuple(ranks): new_group(ranks) for ranks in nodes}
     own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)

@@ -72,7 +72,7 @@ class Knowledge:
         formats: by name, those that the benchmark compares.
         shared_memory: whether node-sharded strategies use shared memory inside nodes.
         overheads, plain_overheads: of this package's processes and of plain PyTorch's.
-        held_back_seconds: on each network, what a message takes longer while ranks compute (`held_back`).
+        message_delay_seconds: on each network, what a message takes longer while ranks compute (`message_delay`).
     """
 
     nodes: Sequence[NodeDescription]
@@ -83,7 +83,7 @@ class Knowledge:
     shared_memory: bool
     overheads: Overheads = Overheads()
     plain_overheads: Overheads = Overheads()
-    held_back_seconds: Mapping[str, float] = field(default_factory=dict)
+    message_delay_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def batches(self, case: Case, total: int, network: str) -> list[tuple[int, int]]:
         """The plan for a case: (micro-batch size, accumulation steps) of each rank.
@@ -141,7 +141,7 @@ class Knowledge:
                 for node in self.nodes
             ),
             shared_memory=self.shared_memory and not case.is_peer,
-            held_back_seconds=self.held_back_seconds.get(network, 0.0),
+            message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
         )
         predicted = predict_step(
             case.strategy,

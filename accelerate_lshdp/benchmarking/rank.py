@@ -100,13 +100,13 @@ class Rank:
         )
         return network.to_dict()
 
-    def held_back_seconds(self) -> float:
-        """See `held_back.held_back_seconds`: for the engine's buckets, between one rank of each node if that goes."""
-        from accelerate_lshdp.benchmarking.held_back import held_back_seconds
+    def measure_message_delay(self) -> float:
+        """See `message_delay`: for the engine's buckets, between one rank of each node if that goes."""
+        from accelerate_lshdp.benchmarking.message_delay import message_delay_seconds
 
         nodes = self.profiling.topology.node_groups
         partners = list(zip(*nodes, strict=True)) if len(set(map(len, nodes))) == 1 else [range(dist.get_world_size())]
-        return held_back_seconds(max(self.bucket_bytes), partners)
+        return message_delay_seconds(max(self.bucket_bytes), partners)
 
     def measure_formats(self, *, names: list[str]) -> dict[str, Any]:
         """What each format sends, and takes of this rank's processor; collective over all ranks.

@@ -9,7 +9,7 @@ In every period the kernel lets the group run for cores x period seconds and the
 periods make the speed smoother. CPU time clocks do not count the time stopped: measure wall time.
 
 Groups that together may use more than the machine has to give are slowed down alike: each has a claim in proportion to
-its limit. With equal claims the fastest one would bear all that is missing, whatever the reason.
+its limit (up to 12.5 cores). With equal claims the fastest one would bear all that is missing, whatever the reason.
 """
 
 from __future__ import annotations

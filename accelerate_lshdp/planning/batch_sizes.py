@@ -32,7 +32,8 @@ class BatchSizes:
     Args:
         batch_sizes: samples of each rank, in rank order.
         micro_batches: (micro-batch size, accumulation steps) of each rank.
-        rank_seconds: seconds of forward and backward of each rank, by its curve.
+        rank_seconds: seconds of forward and backward of each rank, by its curve, with what accumulating and sending
+            gradients take.
         step_seconds: seconds of a step, which no other cut undercuts (fixed total) or makes more samples a second with
             (maximum throughput).
         certificate: JSON values that let `verify_certificate` check that claim.

@@ -52,6 +52,11 @@ class Handling:
             if not 0 <= value < math.inf:
                 raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")
 
+    @property
+    def seconds_per_byte_inside(self) -> float:
+        """Of gathering and reducing inside a node."""
+        return self.inside_seconds_per_byte or self.seconds_per_byte
+
     def on(self, cores: float) -> Handling:
         """These CPU seconds on a node that has so many cores, a fraction included."""
         return Handling(*(getattr(self, name) / cores for name in _HANDLING))
@@ -72,11 +77,11 @@ class ClusterModel:
         shared_memory: node-sharded strategies exchange through shared memory inside a node.
         two_stage: world-sharded strategies exchange inside nodes and between them in two stages.
         streams: devices gather and reduce while they compute.
-        held_back_seconds: how much longer a message between nodes takes while these compute, where their processors
-            send it on.
+        message_delay_seconds: how much longer a message between nodes takes while these compute, where their
+            processors send it on.
 
     Raises:
-        ValueError: there is no node, one has no rank, or values do not match the nodes.
+        ValueError: there is no node, one has no rank, values do not match the nodes, or the delay is impossible.
     """
 
     nodes: tuple[int, ...]
@@ -88,12 +93,17 @@ class ClusterModel:
     shared_memory: bool = False
     two_stage: bool = True
     streams: bool = False
-    held_back_seconds: float = 0.0
+    message_delay_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         nodes = tuple(self.nodes)
         if not nodes or min(nodes) < 1:
             raise ValueError(f"found nodes with {list(nodes)} ranks, expected at least one node and one rank on each")
+        if not 0 <= self.message_delay_seconds < math.inf:
+            raise ValueError(
+                f"found message_delay_seconds {self.message_delay_seconds}, expected finite seconds of at least 0:"
+                " measure again"
+            )
         for name, default in (("handling", Handling()), ("processors", Processors())):
             values = tuple(getattr(self, name)) or (default,) * len(nodes)
             if len(values) != len(nodes):

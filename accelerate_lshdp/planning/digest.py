@@ -12,6 +12,7 @@ from accelerate_lshdp.planning.curves import RankProfile
 
 def profiles_sha256(profiles: Sequence[RankProfile]) -> str:
     """SHA-256, in hex, of the profiles as JSON with sorted keys and no blanks: every field of every rank, in order."""
+    # Loads came later than the others: without one, plans of earlier versions keep their fingerprint.
     document = [
         {
             "time": [profile.time.batch_sizes, profile.time.seconds],
@@ -19,10 +20,10 @@ def profiles_sha256(profiles: Sequence[RankProfile]) -> str:
             "accumulation_overhead_seconds": profile.accumulation_overhead_seconds,
             "bucket_ready": profile.bucket_ready
             and [[curve.batch_sizes, curve.seconds] for curve in profile.bucket_ready],
-            "communication_load_seconds": profile.communication_load_seconds,
             "fixed_seconds": profile.fixed_seconds,
             "memory": profile.memory and [profile.memory.batch_sizes, profile.memory.bytes],
             "memory_limit_bytes": profile.memory_limit_bytes,
+            **({"communication_load_seconds": load} if (load := profile.communication_load_seconds) else {}),
         }
         for profile in profiles
     ]

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Collective, Exchange
 from accelerate_lshdp.planning.step_simulation import Segment, Transfer, held_back_seconds, play_step
@@ -217,7 +217,7 @@ class _StepWriter:
         loads = self._loads(np.array(exchange.handled_bytes) - inside)
         # What all wait for begins when the last node goes on; beside computing each message may wait for a processor.
         held_back = held_back_seconds(self.cluster.processors) if self.blocks else 0.0
-        beside = 0.0 if self.blocks else exchange.rounds * self.cluster.held_back_seconds
+        beside = 0.0 if self.blocks else exchange.rounds * self.cluster.message_delay_seconds
         between, within = exchange.seconds(self.cluster.link), self._seconds_within(exchange)
         # In one stage both links are used at the same time.
         wire = between if inside.any() else max(between, within)
@@ -249,7 +249,10 @@ class _StepWriter:
         # A bucket that lies in a node's shared memory is sent by one rank of the node.
         ranks = [1] * len(self.nodes) if self.in_memory else self.nodes
         return tuple(
-            float(handled * _byte_seconds(own, inside) + count * own.seconds_per_collective)
+            float(
+                handled * (own.seconds_per_byte_inside if inside else own.seconds_per_byte)
+                + count * own.seconds_per_collective
+            )
             for handled, own, count in zip(handled_bytes, self.cluster.handling, ranks, strict=True)
         )
 
@@ -277,7 +280,7 @@ class _StepWriter:
                 continue
             self.inside_bytes[node] += rounds[ranks].max() * handled
             wire = link.seconds((count - 1) / count * payload, count - 1) if link is not None else 0.0
-            seconds[ranks] += max(handled * _byte_seconds(own, True) + count * own.seconds_per_collective, wire)
+            seconds[ranks] += max(handled * own.seconds_per_byte_inside + count * own.seconds_per_collective, wire)
         return seconds
 
     def _beside(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
@@ -401,7 +404,3 @@ class _StepWriter:
             tuple(sent.tolist()),
             tuple(self.inside_bytes.tolist()),
         )
-
-
-def _byte_seconds(handling: Handling, inside: bool) -> float:
-    return (inside and handling.inside_seconds_per_byte) or handling.seconds_per_byte

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from accelerate_lshdp.planning.curves import MemoryCurve, TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
+from accelerate_lshdp.profiling.noise import significant_median
 from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
 from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
 from accelerate_lshdp.profiling.rehearsal import Rehearsal, SharedPart
@@ -24,6 +25,8 @@ from accelerate_lshdp.profiling.subject import Samples
 
 _READY_ROUNDS = 3
 _ACCUMULATION_ROUNDS = 5
+# Of what is left of the phase, for these rounds.
+_ACCUMULATION_PART = 1 / 3
 
 
 class OtherRankFailed(Exception):
@@ -188,17 +191,22 @@ class RankSession:
         """
         size = min(seconds)
         batch = self._rank.to_device(self._samples.batch(size))
+        count = math.ceil(LEAST_SECONDS / seconds[size])
+        least_left = (1 - _ACCUMULATION_PART) * self._surroundings.remaining()
         differences: list[float] = []
         while len(differences) < _ACCUMULATION_ROUNDS:
-            if differences and 2 * seconds[size] > self._surroundings.remaining():
+            if differences and self._surroundings.remaining() < least_left:
                 break
             self._go_on()
-            self._rank.drop_gradients()
-            first = self._train(batch)
-            differences.append(self._train(batch) - first)
+            difference = 0.0
+            for _ in range(count):
+                self._rank.drop_gradients()
+                difference -= self._train(batch)
+                difference += self._train(batch)
+            differences.append(difference / count)
             self._surroundings.on_measurement()
         self._rank.drop_gradients()
-        return max(0.0, median(differences))
+        return max(0.0, significant_median(differences, seconds[size]))
 
     def full_steps(self, seconds: dict[int, float]) -> tuple[float, list[TimeCurve], list[int]]:
         """Optimizer seconds, one curve of readiness a bucket, and the bytes of each bucket.

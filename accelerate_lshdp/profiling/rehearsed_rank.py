@@ -11,19 +11,15 @@ takes of that time is counted, waiting or not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 
 from accelerate_lshdp.profiling.measured import MeasuredRank
+from accelerate_lshdp.profiling.noise import significant_median
 
 
-# A difference counts if it is more than the standard error of the median: on a busy machine steps differ anyway. For
-# normal noise that is 1.25 * 1.48 median absolute deviations, by the root of the number of steps.
-_SIGNIFICANCE = 1.25 * 1.48
-_NEGLIGIBLE = 0.01
 # A rank that uses less of its limit while it computes waits for something else, or sleeps.
 _LIMITED = 0.6
 
@@ -63,58 +59,51 @@ class RehearsedRank:
         self._cores = cores
         self._everyone: list[RehearsedStep] = []
         self._steps: list[RehearsedStep] = []
-        self._seen: MeasuredRank | None = None
+        self._longest: tuple[float, float] | None = None
 
     def learn(self, everyone: Sequence[Sequence[RehearsedStep]]) -> MeasuredRank:
-        """The rank after one more rehearsal: the steps of each rank, all of one rank with the same micro-batch."""
+        """The rank after one more rehearsal: the steps of each rank, all of one rank with the same micro-batch.
+
+        The curve is scaled to what the steps of all rehearsals took without sending: the machine may be slower than
+        before, and ranks that share it were in each other's way while all of them measured without a pause. All ranks
+        rehearse at the same time: a machine that is slow at times does not make some look slower than others.
+        """
         steps = everyone[self._measured.rank]
         self._steps += steps
         self._everyone += chain.from_iterable(everyone)
-        found, size = learn_from_steps(self._measured, steps), steps[0].micro_batch_size
-        # A rank that others wait for shows what sending takes; one that waits does that work meanwhile.
-        if self._seen is None or _step_seconds(found, size) > _step_seconds(self._seen, size):
-            self._seen = found
-        if self._cores is None or _rate(self._steps) < _LIMITED * self._cores:
-            return self._seen
-        counted = learn_from_cpu_seconds(self._measured, self._steps, self._everyone)
-        return max(self._seen, counted, key=lambda rank: rank.communication_load_seconds)
+        load = self._load_that_showed(steps)
+        if self._cores is not None and _rate(self._steps) >= _LIMITED * self._cores:
+            load = max(load, counted_load(self._steps, self._everyone))
+        return self._at_speed(load)
+
+    def _load_that_showed(self, steps: Sequence[RehearsedStep]) -> float:
+        """What sending adds to steps, more than chance; negative if they are shorter with it.
+
+        A rank that others wait for shows it; one that waits does that work meanwhile. So the longest step counts.
+        """
+        expected = self._measured.time(steps[0].micro_batch_size)
+        load = significant_median([step.sending_seconds - step.alone_seconds for step in steps], expected)
+        if self._longest is None or expected + load > self._longest[0]:
+            self._longest = expected + load, load
+        return self._longest[1]
+
+    def _at_speed(self, load: float) -> MeasuredRank:
+        def slowdown(step: RehearsedStep) -> float:
+            # Steps that are shorter with sending are what the rank can do.
+            seconds = min(step.alone_seconds, step.sending_seconds) if load < 0 else step.alone_seconds
+            return seconds / self._measured.time(step.micro_batch_size)
+
+        learned = replace(self._measured, communication_load_seconds=max(0.0, load))
+        return learned.slowed_down(median(map(slowdown, self._steps)))
 
 
-def _step_seconds(rank: MeasuredRank, size: int) -> float:
-    return rank.time(size) + rank.communication_load_seconds
-
-
-def learn_from_steps(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:
-    """The rank as the seconds of rehearsed steps show it.
-
-    If steps that send take longer than those that do not, by more than chance, sending takes the difference from every
-    step. The curve is scaled to what the steps without sending took, or if they send at no cost, to both: the machine
-    may be slower than before, and ranks that share it were in each other's way while all of them measured without a
-    pause. All ranks rehearse at the same time: a machine that is faster at one time than at another, and theirs alike,
-    does not make some of them look slower than others. So the curve is scaled even if chance explains the difference.
-
-    Args:
-        measured: the rank as it measured itself.
-        steps: all with the same micro-batch.
-    """
-    expected = measured.time(steps[0].micro_batch_size)
-    load = _significant([step.sending_seconds - step.alone_seconds for step in steps], expected)
-    if load > 0:
-        return _at_speed(replace(measured, communication_load_seconds=load), steps)
-    seconds = [(step.alone_seconds, step.sending_seconds) for step in steps]
-    return measured.slowed_down(median(min(pair) if load < 0 else sum(pair) / 2 for pair in seconds) / expected)
-
-
-def learn_from_cpu_seconds(
-    measured: MeasuredRank, steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep]
-) -> MeasuredRank:
-    """The rank as the CPU seconds of rehearsed steps show it, where computing uses all that it gets.
+def counted_load(steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep]) -> float:
+    """Seconds that sending takes of a rank whose computing uses all CPU seconds that it gets.
 
     What sending takes of them, computing has to wait for, at the rate at which the rank gets them. That may be less
     than its limit: where nodes are emulated on one machine, it has less to give than all limits together.
 
     Args:
-        measured: the rank as it measured itself.
         steps: of this rank, with any micro-batches.
         everyone: those of all ranks.
     """
@@ -122,23 +111,9 @@ def learn_from_cpu_seconds(
     # difference of long times: in proportion to theirs, for which the steps of all ranks count.
     shares = [step.added_cpu_seconds / step.beside_cpu_seconds for step in everyone if step.beside_cpu_seconds > 0]
     beside = max(0.0, median(step.beside_cpu_seconds for step in steps))
-    taken = beside * (1 + max(0.0, median(shares or [0.0])))
-    return _at_speed(replace(measured, communication_load_seconds=taken / _rate(steps)), steps)
+    return beside * (1 + max(0.0, median(shares or [0.0]))) / _rate(steps)
 
 
 def _rate(steps: Sequence[RehearsedStep]) -> float:
     """CPU seconds per second of computing."""
     return median(step.alone_cpu_seconds / step.alone_seconds for step in steps)
-
-
-def _at_speed(measured: MeasuredRank, steps: Sequence[RehearsedStep]) -> MeasuredRank:
-    """With the curve scaled to what steps without sending took."""
-    return measured.slowed_down(median(step.alone_seconds / measured.time(step.micro_batch_size) for step in steps))
-
-
-def _significant(seconds: Sequence[float], scale: float) -> float:
-    """The median; 0 if chance explains it, or if it is little on that scale."""
-    middle = median(seconds)
-    deviation = median(abs(value - middle) for value in seconds)
-    chance = max(_SIGNIFICANCE * deviation / math.sqrt(len(seconds)), _NEGLIGIBLE * scale)
-    return middle if abs(middle) > chance else 0.0

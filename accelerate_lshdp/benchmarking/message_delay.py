@@ -20,20 +20,23 @@ from accelerate_lshdp.engine.groups import new_group
 _BUCKETS, _REPEATS = 4, 3
 #: As many are on their way at most times of a backward: one of each of two ranks of a node, or two of one.
 _IN_FLIGHT = 2
-# Takes some milliseconds of a core, and lets other threads of the process run.
-_ROWS, _COLUMNS = (256, 384), (384, 1536)
+# Messages cost the same whatever their size; on a slow network there is not the time for large ones.
+_LARGEST_BYTES = 4_000_000
+# Some tenths of a millisecond of a core, in which other threads of the process can run. At its end a rank sees what
+# has arrived.
+_ROWS, _COLUMNS = (16, 384), (384, 1536)
 
 
-def held_back_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
+def message_delay_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
     """What each message of an all-reduce takes longer beside computing than alone (collective over all ranks).
 
     Args:
-        size: bytes of each all-reduce.
+        size: bytes of each all-reduce; of larger ones it takes 4 MB.
         groups: ranks that exchange at the same time, each rank in one of them.
     """
     made = {tuple(ranks): new_group(ranks) for ranks in groups}
     own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
-    buffers = [torch.zeros(size // 4) for _ in range(_BUCKETS)]
+    buffers = [torch.zeros(min(size, _LARGEST_BYTES) // 4) for _ in range(_BUCKETS)]
     in_flight = max(1, _IN_FLIGHT // len(groups))
     differences = []
     for _ in range(1 + _REPEATS):

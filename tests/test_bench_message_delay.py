@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.benchmarking import held_back
+from accelerate_lshdp.benchmarking import message_delay
 
 
 def measured_with(alone: float, beside: float) -> tuple[float, list[int], list[bool]]:
     """With exchanges that take so long as they say; also the sizes of their groups, and which ones computed."""
-    sizes, computed, seconds = [], [], held_back._seconds
+    sizes, computed, seconds = [], [], message_delay._seconds
 
     def pretended(
         buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, in_flight: int, *, computes: bool
@@ -24,15 +24,15 @@ def measured_with(alone: float, beside: float) -> tuple[float, list[int], list[b
         computed.append(computes)
         return beside if computes else alone
 
-    held_back._seconds = pretended
+    message_delay._seconds = pretended
     try:
-        return held_back.held_back_seconds(4096, [(0, 2), (1, 3)]), sizes, computed
+        return message_delay.message_delay_seconds(4096, [(0, 2), (1, 3)]), sizes, computed
     finally:
-        held_back._seconds = seconds
+        message_delay._seconds = seconds
 
 
 def test_it_is_what_each_message_takes_longer(workers: Any) -> None:
     for found, sizes, computed in workers(4).run(measured_with, 0.25, 1.05, timeout=60):
-        assert found == (1.05 - 0.25) / (2 * held_back._BUCKETS)  # two messages an all-reduce of two ranks
+        assert found == (1.05 - 0.25) / (2 * message_delay._BUCKETS)  # two messages an all-reduce of two ranks
         assert set(sizes) == {2} and computed == [False, True] * (len(computed) // 2)
     assert [found for found, *_ in workers(4).run(measured_with, 0.5, 0.4, timeout=60)] == [0.0] * 4
