@@ -11,6 +11,7 @@ takes of that time is counted, waiting or not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -59,7 +60,7 @@ class RehearsedRank:
         self._cores = cores
         self._everyone: list[RehearsedStep] = []
         self._steps: list[RehearsedStep] = []
-        self._longest: tuple[float, float] | None = None
+        self._load = -math.inf
 
     def learn(self, everyone: Sequence[Sequence[RehearsedStep]]) -> MeasuredRank:
         """The rank after one more rehearsal: the steps of each rank, all of one rank with the same micro-batch.
@@ -71,21 +72,16 @@ class RehearsedRank:
         steps = everyone[self._measured.rank]
         self._steps += steps
         self._everyone += chain.from_iterable(everyone)
-        load = self._load_that_showed(steps)
+        # A rank that others wait for shows it; one that waits does that work meanwhile.
+        self._load = load = max(self._load, self._load_that_showed(steps))
         if self._cores is not None and _rate(self._steps) >= _LIMITED * self._cores:
             load = max(load, counted_load(self._steps, self._everyone))
         return self._at_speed(load)
 
     def _load_that_showed(self, steps: Sequence[RehearsedStep]) -> float:
-        """What sending adds to steps, more than chance; negative if they are shorter with it.
-
-        A rank that others wait for shows it; one that waits does that work meanwhile. So the longest step counts.
-        """
+        """What sending adds to steps, more than chance; negative if they are shorter with it."""
         expected = self._measured.time(steps[0].micro_batch_size)
-        load = significant_median([step.sending_seconds - step.alone_seconds for step in steps], expected)
-        if self._longest is None or expected + load > self._longest[0]:
-            self._longest = expected + load, load
-        return self._longest[1]
+        return significant_median([step.sending_seconds - step.alone_seconds for step in steps], expected)
 
     def _at_speed(self, load: float) -> MeasuredRank:
         def slowdown(step: RehearsedStep) -> float:
