@@ -250,9 +250,10 @@ def test_cpu_share_holds_and_changes(cluster: EmulatedCluster) -> None:
     code = """
 import time
 for _ in range(2):
-    cpu, started = time.process_time(), time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     while time.monotonic() - started < 0.6: pass
-    print((time.process_time() - cpu) / (time.monotonic() - started), flush=True)
+    used = time.process_time() - cpu
+    print(used / (time.monotonic() - started), flush=True)
 """
     cluster.set_cpu(0, 0.4)
     process = cluster.popen(0, python(code), stdout=subprocess.PIPE, text=True)

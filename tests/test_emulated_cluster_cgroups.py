@@ -43,15 +43,16 @@ def spinning() -> Iterator[psutil.Process]:
 
 
 def used_share(process: psutil.Process, seconds: float) -> float:
-    """CPU seconds for each wall second."""
+    """CPU seconds for each wall second; less, never more, on a machine that takes its time between looks at clocks."""
 
     def cpu() -> float:
         times = process.cpu_times()
         return times.user + times.system
 
-    before, started = cpu(), time.monotonic()
+    started, before = time.monotonic(), cpu()
     time.sleep(seconds)
-    return (cpu() - before) / (time.monotonic() - started)
+    used = cpu() - before
+    return used / (time.monotonic() - started)
 
 
 def groups_of(pid: int) -> str:
