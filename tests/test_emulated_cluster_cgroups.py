@@ -181,7 +181,7 @@ def test_both_versions_are_found_and_written(tmp_path: Path) -> None:
     first.limit_cpu(tmp_path, 0.3, 0.1)
     assert (tmp_path / "cpu.cfs_quota_us").read_text() == "30000"
     assert (tmp_path / "cpu.cfs_period_us").read_text() == "100000"
-    assert (tmp_path / "cpu.shares").read_text() == "2458"
+    assert (tmp_path / "cpu.shares").read_text() == "307"
     first = Hierarchy.find("memory", tmp_path)
     assert first == Hierarchy("memory", 1, tmp_path, parent=tmp_path / "mine")
     (tmp_path / "memory.memsw.limit_in_bytes").touch()
@@ -196,7 +196,7 @@ def test_both_versions_are_found_and_written(tmp_path: Path) -> None:
     assert second == Hierarchy("cpu", 2, tmp_path, parent=tmp_path)
     second.limit_cpu(tmp_path, 1.5, 0.1)
     assert (tmp_path / "cpu.max").read_text() == "150000 100000"
-    assert (tmp_path / "cpu.weight").read_text() == "1200"
+    assert (tmp_path / "cpu.weight").read_text() == "150"
     second.limit_memory(tmp_path, 2**30)
     assert (tmp_path / "memory.max").read_text() == str(2**30)
     (tmp_path / "cgroup.subtree_control").write_text("memory\n")

@@ -9,7 +9,7 @@ In every period the kernel lets the group run for cores x period seconds and the
 periods make the speed smoother. CPU time clocks do not count the time stopped: measure wall time.
 
 Groups that together may use more than the machine has to give are slowed down alike: each has a claim in proportion to
-its limit (up to 12.5 cores). With equal claims the fastest one would bear all that is missing, whatever the reason.
+its limit (up to 100 cores). With equal claims the fastest one would bear all that is missing, whatever the reason.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from accelerate_lshdp.emulated_cluster.system import PREFIX, ClusterError, is_le
 _LEAST_QUOTA, _LEAST_PERIOD, _LONGEST_PERIOD = 1_000, 1_000, 1_000_000
 _END_SECONDS = 10.0
 # Of each version: the file of a group's claim beside others, the claim of one core, and the least and the most that
-# the kernel takes. Eight times the kernel's default: what else runs on the machine shall not take a slow node's time.
-_CLAIMS = {1: ("cpu.shares", 8 * 1024, 2, 2**18), 2: ("cpu.weight", 8 * 100, 1, 10_000)}
+# the kernel takes. One core's is the kernel's default: with larger ones its own threads would wait, which carry packets.
+_CLAIMS = {1: ("cpu.shares", 1024, 2, 2**18), 2: ("cpu.weight", 100, 1, 10_000)}
 
 
 @dataclass(frozen=True)
