@@ -18,9 +18,9 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 _BUCKETS, _REPEATS = 4, 3
-#: As many are on their way at most times of a backward: one of each of two ranks of a node, or two of one.
+#: Assumed for a backward: one of each of two ranks of a node, or two of one.
 _IN_FLIGHT = 2
-# Messages cost the same whatever their size; on a slow network there is not the time for large ones.
+# Taken to be the same for messages of any size; on a slow network there is not the time for large ones.
 _LARGEST_BYTES = 4_000_000
 # Some tenths of a millisecond of a core, in which other threads of the process can run. At its end a rank sees what
 # has arrived.
