@@ -120,7 +120,7 @@ class Benchmark:
         measured = statistics["compute_seconds"]
         # The machine is not as fast as when the ranks were profiled, minutes ago.
         expected = [rank.time(size) for rank, size in zip(profile.ranks, sizes, strict=True)]
-        slowdown = speed_of(checks, expected, [1] * len(sizes)).slowdown
+        slowdown = speed_of(checks, checks, expected, [1] * len(sizes)).slowdown
         predicted = [slowdown * seconds for seconds in plan.rank_seconds]
         return {
             "slowdown": slowdown,

@@ -21,7 +21,7 @@ from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Netw
 
 OPTIMIZER_SECONDS = 0.25
 PLAIN_OPTIMIZER_SECONDS = 0.75
-AS_PROFILED = Speed(1.0, (PLAIN_OPTIMIZER_SECONDS, PLAIN_OPTIMIZER_SECONDS))
+AS_PROFILED = Speed((1.0, 1.0), (PLAIN_OPTIMIZER_SECONDS, PLAIN_OPTIMIZER_SECONDS))
 
 
 def a_rank(number: int, seconds_per_sample: float) -> MeasuredRank:
@@ -85,8 +85,12 @@ def test_a_step_is_computing_at_the_speed_of_the_check_and_the_optimizer(strateg
     assert predicted(strategy) == pytest.approx(0.8 + optimizer, abs=1e-3)
     # The optimizer of the engine's processes was profiled and is slowed down, too; that of plain ones was checked.
     own = optimizer if strategy.startswith("torch") else 1.5 * optimizer
-    slowed = replace(AS_PROFILED, slowdown=1.5)
+    slowed = replace(AS_PROFILED, slowdowns=(1.5, 1.5))
     assert predicted(strategy, slowed) == pytest.approx(1.5 * 0.8 + own, abs=1e-3)
+    # The first rank, which was twice as fast, takes longer than the second one.
+    uneven = replace(AS_PROFILED, slowdowns=(4.0, 1.5))
+    own = optimizer if strategy.startswith("torch") else 4 * optimizer
+    assert predicted(strategy, uneven) == pytest.approx(4 * 0.4 + own, abs=1e-3)
 
 
 def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:
@@ -141,12 +145,18 @@ def test_messages_cost_as_much_more_as_rehearsed_steps_show_on_ranks_without_fre
 def test_the_machine_is_as_fast_as_its_ranks_on_average() -> None:
     checks = [[(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]] * 2
     checks += [[(0.6, 0.1), (1.0, 0.3), (9.0, 9.0)], [(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]]
-    speed = speed_of(checks, [0.5, 0.5, 0.5], [2, 1])
+    speed = speed_of(checks, checks, [0.5, 0.5, 0.5], [2, 1])
+    assert speed.slowdowns == pytest.approx((1, 2, 0.5))
     assert speed.slowdown == pytest.approx((1 + 2 + 0.5) / 3)
     assert speed.optimizer_seconds == pytest.approx((0.2, 0.2, 0.2))
     # The engine's processes take no optimizer's step.
-    assert speed_of([[(0.5, None)] * 3], [0.5, 0.5, 0.5], [2, 1]).optimizer_seconds == (0.0, 0.0, 0.0)
+    unstepped = [[(0.5, None)] * 3]
+    assert speed_of(unstepped, unstepped, [0.5, 0.5, 0.5], [2, 1]).optimizer_seconds == (0.0, 0.0, 0.0)
 
 
-def test_a_check_takes_the_micro_batches_of_the_plan() -> None:
-    assert knowledge().check_micro_batches(6) == ([4, 2], pytest.approx([0.4, 0.4]))
+def test_what_is_usual_of_a_rank_shows_in_the_checks_of_all_cases() -> None:
+    """Chance that hits one rank while a case takes its turns is the machine's, not the rank's."""
+    usual = [[(0.4, 0.1), (1.0, 0.1)]] * 7
+    own = [[(0.8, 0.1), (1.0, 0.1)]] * 2
+    speed = speed_of(own, own + usual, [0.5, 0.5], [1, 1])
+    assert speed.slowdowns == pytest.approx((1.5 * 0.4 / 0.5, 1.5 * 1.0 / 0.5))

@@ -240,7 +240,7 @@ class ClusterBenchmark:
         )
 
     def _predict(self, measurement: Measurement) -> None:
-        """The step at the speed that the machine had around the case's turns; where none was checked, as profiled.
+        """The step at the speed that the ranks had around the case's turns; where none was checked, as profiled.
 
         Plain PyTorch's optimizer is known from checks only: without them its cases are not predicted.
         """
@@ -250,7 +250,13 @@ class ClusterBenchmark:
         checks = self._checks[measurement.name]
         if not checks and measurement.case.is_peer:
             return
-        speed = speed_of(checks, expected, measurement.nodes) if checks else Speed(1.0, ())
+        speed = Speed((1.0,) * self._ranks, (0.0,) * self._ranks)
+        if checks:
+            alike = [
+                m for m in self.measurements if (m.network, _crew(m)) == (measurement.network, _crew(measurement))
+            ]
+            among = [check for m in alike for check in self._checks[m.name]]
+            speed = speed_of(checks, among, expected, measurement.nodes)
         measurement.slowdown = speed.slowdown if checks else None
         try:
             measurement.predicted_seconds = self._knowledge.predicted_seconds(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, Case, equal_sizes
@@ -114,7 +115,7 @@ class Knowledge:
     def predicted_seconds(
         self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str, speed: Speed
     ) -> float:
-        """The step that the cost model predicts for a case on a network, at the machine's speed at that time.
+        """The step that the cost model predicts for a case on a network, at the ranks' speed at that time.
 
         Raises:
             ValueError: a micro-batch is larger than measured.
@@ -131,11 +132,12 @@ class Knowledge:
                 seconds_per_unit=overheads.seconds_per_unit,
                 inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
+        slowdowns = iter(speed.slowdowns)
         cores_of_rank = os.cpu_count() / sum(node.ranks for node in self.nodes)  # the nodes share this machine
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
-            handling=tuple(handling.on(node.cpu / speed.slowdown) for node in self.nodes),
+            handling=tuple(handling.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes),
             processors=tuple(
                 Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, node.ranks * cores_of_rank)
                 for node in self.nodes
@@ -170,11 +172,12 @@ class Knowledge:
         overheads = self.plain_overheads if case.is_peer else self.overheads
         profiles = []
         for place, rank in enumerate(self.profile.ranks):
+            slowdown = speed.slowdowns[place]
             # Plain PyTorch steps parameter by parameter, which its own check has measured.
-            whole = speed.optimizer_seconds[place] if case.is_peer else speed.slowdown * rank.optimizer_seconds
-            unwrapping = speed.slowdown * overheads.optimizer_seconds / cores[place] if _has_units(case) else 0.0
+            whole = speed.optimizer_seconds[place] if case.is_peer else slowdown * rank.optimizer_seconds
+            unwrapping = slowdown * overheads.optimizer_seconds / cores[place] if _has_units(case) else 0.0
             seconds = whole / groups[place] + unwrapping
-            slower = rank.slowed_down(speed.slowdown)
+            slower = rank.slowed_down(slowdown)
             profiles.append(replace(slower, communication_load_seconds=0.0, optimizer_seconds=seconds).profile())
         return profiles
 
@@ -189,7 +192,8 @@ class Knowledge:
 
         exact = cost(self.formats[FULL_PRECISION])
         share = cost(self.formats[case.communication_dtype]) / exact if exact > 0 else 1.0
-        return [share * speed.slowdown * rank.communication_load_seconds for rank in self.profile.ranks]
+        loads = [rank.communication_load_seconds for rank in self.profile.ranks]
+        return [share * slowdown * load for slowdown, load in zip(speed.slowdowns, loads, strict=True)]
 
     def _under_load(self, handling: Handling) -> Handling:
         """What communication takes while ranks compute.

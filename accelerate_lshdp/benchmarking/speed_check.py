@@ -2,10 +2,11 @@
 """How fast ranks are while cases take their turns.
 
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
-use, too, its speed changes meanwhile, within seconds. So before and after each turn of a case the ranks train some
-micro-batches of a plain model, of the size that the plan gives them, without sending anything, and the case is
-predicted for the speed that this shows: what is compared is then what communication and sharding cost, not how the
-machine's speed changed. Nothing of a case's own steps is used.
+use, too, its speed changes meanwhile, within seconds, and a rank that was slow while it was profiled need not be slow
+afterwards. So before and after each turn of a case the ranks train some micro-batches of a
+plain model, of the size that the plan gives them, without sending anything, and the case is predicted for the speed
+that this shows: what is compared is then what communication and sharding cost, not how the machine's speed changed.
+Nothing of a case's own steps is used.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
+#: What each rank's `SpeedCheck.run` returned.
+Check = Sequence[tuple[float, float | None]]
+
+
 class SpeedCheck:
     """One rank's part.
 
@@ -39,11 +44,16 @@ class SpeedCheck:
 
         self._model = model
         self._optimizer = optimizer
-        self._batch = next(iter(DataLoader(samples, batch_size=size)))
+        self._sample, self._batch = (next(iter(DataLoader(samples, batch_size=size))) for size in (1, size))
         self.run()  # the first one makes gradients and the optimizer's state
 
     def run(self) -> tuple[float, float | None]:
-        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step."""
+        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step.
+
+        What comes first after other work takes longer, so a sample goes first.
+        """
+        self._model(**self._sample).loss.backward()
+        self._model.zero_grad()
         begun = time.perf_counter()
         self._model(**self._batch).loss.backward()
         computed, stepped = time.perf_counter(), None
@@ -56,33 +66,43 @@ class SpeedCheck:
 
 @dataclass(frozen=True)
 class Speed:
-    """What checks showed.
+    """What checks showed of each rank.
 
     Args:
-        slowdown: seconds of a micro-batch over those of the profile, the mean over ranks: all nodes are emulated on
-            one machine, whose speed it is.
-        optimizer_seconds: of each rank's optimizer step; 0 where it was not taken.
+        slowdowns: seconds of a micro-batch over those of the profile.
+        optimizer_seconds: of an optimizer step; 0 where it was not taken.
     """
 
-    slowdown: float
+    slowdowns: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
+
+    @property
+    def slowdown(self) -> float:
+        """Of the machine: the mean over ranks."""
+        return mean(self.slowdowns)
 
 
 def speed_of(
-    checks: Sequence[Sequence[tuple[float, float | None]]], expected: Sequence[float], nodes: Sequence[int]
+    checks: Sequence[Check], among: Sequence[Check], expected: Sequence[float], nodes: Sequence[int]
 ) -> Speed:
-    """From what the ranks told in several checks: medians.
+    """While a case took its turns: medians.
+
+    A case has few checks. How much slower than profiled each rank is shows in those of all cases; how fast the machine
+    was during the turns of this one, in its own, of all ranks together: all nodes are emulated on one machine.
 
     Args:
-        checks: of each check, what each rank's `SpeedCheck.run` returned.
+        checks: those of the case.
+        among: those of all cases in the same processes, these included.
         expected: seconds of each rank's micro-batch, as profiled.
-        nodes: ranks on each node, which share its processors as chance has it: each takes their mean.
+        nodes: ranks on each node, which share its processors as chance has it: for the optimizer each takes their
+            mean.
     """
-    slowdowns, optimizer = [], []
-    for rank, seconds in enumerate(expected):
-        steps = [check[rank] for check in checks]
-        slowdowns.append(median(computed for computed, _ in steps) / seconds)
-        optimizer.append(median([stepped for _, stepped in steps if stepped is not None] or [0.0]))
-    left = iter(optimizer)
-    of_ranks = tuple(seconds for count in nodes for seconds in [mean(islice(left, count))] * count)
-    return Speed(mean(slowdowns), of_ranks)
+    usual = [median(check[rank][0] for check in among) for rank in range(len(expected))]
+    machine = mean(median(check[rank][0] for check in checks) / seconds for rank, seconds in enumerate(usual))
+    slowdowns = tuple(machine * seconds / profiled for seconds, profiled in zip(usual, expected, strict=True))
+    steps = iter(
+        median([check[rank][1] for check in checks if check[rank][1] is not None] or [0.0])
+        for rank in range(len(expected))
+    )
+    optimizer = tuple(seconds for count in nodes for seconds in [mean(islice(steps, count))] * count)
+    return Speed(slowdowns, optimizer)
