@@ -141,6 +141,17 @@ def test_sizes_end_where_measuring_them_would_take_too_long() -> None:
     assert list(found.trials)[:5] == [1, 2, 4, 8, 16]
 
 
+def test_a_size_that_is_needed_is_measured_whatever_time_that_takes() -> None:
+    """Memory and the data limit it all the same."""
+    rank = Rank(seconds=lambda size: 0.25 * size, budget=1.0, needed_batch=12)
+    found = rank.find()
+    assert list(found.trials) == [1, 2, 4, 8, 12] and found.limited_by == "time"
+    assert max(Rank(seconds=lambda size: 0.25 * size, budget=1.0).find().trials) < 4
+    assert max(Rank(samples=10, budget=1.0, needed_batch=12).find().trials) == 10
+    assert max(Rank(memory_bytes=2000, budget=1.0, needed_batch=12).find().trials) == 9
+    assert max(Rank(max_batch=6, budget=1.0, needed_batch=12).find().trials) == 6
+
+
 def test_short_micro_batches_are_counted_with_what_a_measurement_lasts() -> None:
     found = Rank(seconds=lambda size: 1e-6, budget=3 * 0.25 * 4.5).find()
     assert list(found.trials) == [1, 2, 4, 8] and found.limited_by == "time"

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import mean
 from typing import Any
 
-from accelerate_lshdp.benchmarking.cases import FULL_PRECISION
+from accelerate_lshdp.benchmarking.cases import FULL_PRECISION, equal_sizes
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
 from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS, Launch
@@ -132,7 +132,12 @@ class ClusterBenchmark:
                     most = self.config.total_batch_size - self._ranks + 1
                     total = self.config.total_batch_size
                     told = launch.call(
-                        "profile", timeout=120 + 3 * seconds, seconds=seconds, max_batch=most, total=total
+                        "profile",
+                        timeout=120 + 3 * seconds,
+                        seconds=seconds,
+                        max_batch=most,
+                        needed_batch=max(equal_sizes(total, self._ranks)),  # or most cases could not be predicted
+                        total=total,
                     )
                     profile = told[0]
                     measured[name] = profile["network"]

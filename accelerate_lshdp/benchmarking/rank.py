@@ -77,12 +77,16 @@ class Rank:
         model = self._model("profile")
         self.subject = Subject(model, DataLoader(self.samples, batch_size=8), self._optimizer(model.parameters()))
 
-    def profile(self, *, seconds: float, max_batch: int, total: int) -> dict[str, Any]:
+    def profile(self, *, seconds: float, max_batch: int, needed_batch: int, total: int) -> dict[str, Any]:
         """One profiling run; returns the profile as JSON values."""
         from accelerate_lshdp.profiling import ProfilingOptions, profile_ranks
 
         options = ProfilingOptions(
-            seconds=seconds, strategy=self.profiling.strategy, max_batch=max_batch, total_batch_size=total
+            seconds=seconds,
+            strategy=self.profiling.strategy,
+            max_batch=max_batch,
+            needed_batch=needed_batch,
+            total_batch_size=total,
         )
         profile = profile_ranks(self.subject, options, self.profiling)
         self.bucket_bytes = list(profile.bucket_bytes)

@@ -58,6 +58,7 @@ class Limits:
         measurements: how often each size is to be measured after its trial.
         least_seconds: what a measurement takes at least.
         max_batch: the user's maximum, None: none.
+        needed_batch: sizes up to this one are tried whatever time that takes.
         memory_bytes: what reported memory may not exceed, None: the device's own limit is met.
         base_bytes: peak of what any micro-batch needs: parameters, gradients, optimizer.
     """
@@ -67,6 +68,7 @@ class Limits:
     measurements: int = 3
     least_seconds: float = 0.25
     max_batch: int | None = None
+    needed_batch: int = 1
     memory_bytes: int | None = None
     base_bytes: int = 0
 
@@ -163,10 +165,12 @@ def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Li
 
 
 def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
-    """Whether a trial of the size, and the measurements of all sizes after it, can be paid from the time that is left.
+    """Whether the time that is left pays a trial of the size, and the measurements of all sizes after it, or has to.
 
     Time is taken to grow no faster than the number of samples. A trial is two micro-batches.
     """
+    if size <= limits.needed_batch:
+        return True
     seconds = trials[largest].seconds * size / largest
     measured = [seconds, *(trials[n].seconds for n in probe_sizes(largest))]
     total = 2 * seconds + limits.measurements * sum(max(limits.least_seconds, one) for one in measured)

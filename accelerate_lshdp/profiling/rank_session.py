@@ -119,7 +119,7 @@ class RankSession:
         self._base_bytes = self._meter.peak() if self._meter is not None else 0
         self._rank.drop_gradients()
 
-    def find(self, max_batch: int | None, memory_bytes: int | None) -> Found:
+    def find(self, max_batch: int | None, needed_batch: int, memory_bytes: int | None) -> Found:
         """The sizes that this rank can train on. Raises NothingFits as `find_sizes`."""
         limits = Limits(
             self._samples.available,
@@ -127,6 +127,7 @@ class RankSession:
             measurements=LEAST_REPEATS,
             least_seconds=LEAST_SECONDS,
             max_batch=max_batch,
+            needed_batch=needed_batch,
             memory_bytes=memory_bytes,
             base_bytes=self._base_bytes,
         )

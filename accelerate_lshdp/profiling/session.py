@@ -55,6 +55,7 @@ class ProfilingOptions:
         seconds: how long it may take in all, the building of the model included.
         strategy: the one to measure for.
         max_batch: the largest micro-batch to measure, None: the largest that is possible.
+        needed_batch: a micro-batch to measure whatever time that takes, if memory and data allow it.
         total_batch_size: the global batch that will be planned, if that is known: its plan is what ranks rehearse.
         memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
             the host.
@@ -68,6 +69,7 @@ class ProfilingOptions:
     seconds: float = 60.0
     strategy: Strategy | str = Strategy.LSDP
     max_batch: int | None = None
+    needed_batch: int = 1
     total_batch_size: int | None = None
     memory_limit_bytes: int | None = None
     units: tuple[str, ...] | None = None
@@ -78,7 +80,14 @@ class ProfilingOptions:
         if str(self.strategy) not in known:
             raise ValueError(f"found strategy {self.strategy!r}, expected one of {', '.join(known)}")
         object.__setattr__(self, "strategy", Strategy(str(self.strategy)))
-        for name in ("seconds", "max_batch", "total_batch_size", "memory_limit_bytes", "bucket_megabytes"):
+        for name in (
+            "seconds",
+            "max_batch",
+            "needed_batch",
+            "total_batch_size",
+            "memory_limit_bytes",
+            "bucket_megabytes",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"found {name}={value}, expected more than 0")
@@ -258,7 +267,7 @@ class _Run:
                 )
         elif limit is None:
             limit = self._meter.default_limit(self._topology.node_sizes[self._topology.node])
-        found = session.find(self._options.max_batch, limit)
+        found = session.find(self._options.max_batch, self._options.needed_batch, limit)
         return limit, found, session.memory(found), session.repeat(found)
 
     def _measure_steps(self, session: RankSession, *curves: Any) -> tuple[MeasuredRank, list[int]]:
