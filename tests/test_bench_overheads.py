@@ -16,7 +16,7 @@ def of_bytes_inside(nodes: list[list[int]]) -> tuple[float, list[tuple[str, int,
     """Where a gather takes 2 s and a reduction 5 s; also what was exchanged: its name, bytes and ranks."""
     exchanged: list[tuple[str, int, int]] = []
     real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
-    real_seconds = overheads._seconds_beside_computing
+    real_seconds = overheads._usual_cpu_seconds
 
     def noting(name: str) -> Callable[..., Any]:
         def exchange(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -29,13 +29,13 @@ def of_bytes_inside(nodes: list[list[int]]) -> tuple[float, list[tuple[str, int,
         assert real_seconds(work) > 0
         return {"all_gather_into_tensor": 2.0, "reduce_scatter_tensor": 5.0}[exchanged[-1][0]]
 
-    overheads._seconds_beside_computing = pretended
+    overheads._usual_cpu_seconds = pretended
     try:
         for name in real:
             setattr(dist, name, noting(name))
         return overheads.inside_seconds_per_byte(4000, nodes), sorted(set(exchanged))
     finally:
-        overheads._seconds_beside_computing = real_seconds
+        overheads._usual_cpu_seconds = real_seconds
         for name, function in real.items():
             setattr(dist, name, function)
 

@@ -18,7 +18,7 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 _BUCKETS, _REPEATS = 4, 3
-#: Assumed for a backward: one of each of two ranks of a node, or two of one.
+# As many as gloo works on in a group at a time.
 _IN_FLIGHT = 2
 # Taken to be the same for messages of any size; on a slow network there is not the time for large ones.
 _LARGEST_BYTES = 4_000_000
@@ -37,23 +37,22 @@ def message_delay_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
     made = {tuple(ranks): new_group(ranks) for ranks in groups}
     own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
     buffers = [torch.zeros(min(size, _LARGEST_BYTES) // 4) for _ in range(_BUCKETS)]
-    in_flight = max(1, _IN_FLIGHT // len(groups))
     differences = []
     for _ in range(1 + _REPEATS):
-        alone = _seconds(buffers, own, in_flight, computes=False)
-        differences.append(_seconds(buffers, own, in_flight, computes=True) - alone)
+        alone = _seconds(buffers, own, computes=False)
+        differences.append(_seconds(buffers, own, computes=True) - alone)
     messages = 2 * (own.size() - 1) * _BUCKETS  # of a ring, one after the other
     return max(0.0, median(differences[1:])) / messages  # the first one sets up connections
 
 
-def _seconds(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, in_flight: int, *, computes: bool) -> float:
+def _seconds(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, *, computes: bool) -> float:
     left, right = torch.ones(_ROWS), torch.ones(_COLUMNS)
     works: list[dist.Work] = []
     dist.barrier()
     begun = time.perf_counter()
     for place, buffer in enumerate(buffers):
-        if place >= in_flight:
-            _finish(works[place - in_flight], left, right, computes)
+        if place >= _IN_FLIGHT:
+            _finish(works[place - _IN_FLIGHT], left, right, computes)
         works.append(dist.all_reduce(buffer, group=group, async_op=True))
     for work in works:
         _finish(work, left, right, computes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
-from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,8 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 _REPEATS = 5
-# What messages take varies more.
-_MESSAGE_REPEATS = 15
-# Some tenths of a millisecond of a core.
-_ROWS, _COLUMNS = (16, 384), (384, 1536)
+# Exchanges, of which some take several times as much as others.
+_UNCOUNTED_EXCHANGES, _EXCHANGES = 5, 15
 
 
 def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
@@ -61,8 +58,8 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
         return 0.0
     shard = torch.zeros(max(1, size // 4 // count))
     whole = torch.zeros(shard.numel() * count)
-    gather = _seconds_beside_computing(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
-    reduce = _seconds_beside_computing(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
+    gather = _usual_cpu_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
+    reduce = _usual_cpu_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
     return count * (2 * gather + reduce) / 3 / ((count - 1) * whole.nbytes)
 
 
@@ -104,31 +101,6 @@ def sharded_step_seconds(
     return max(0.0, sharded - seconds(lambda tensor: tensor))
 
 
-def _seconds_beside_computing(work: Callable[[], object]) -> float:
-    """CPU seconds that it takes while this thread computes, after a first time that does not count.
-
-    A rank that only waits takes each piece of a message as it comes, which was up to four times as much. Beside
-    computing, too, some exchanges take several times as much as others, as steps did not: so what a quarter of them
-    undercut.
-    """
-    left, right = torch.ones(_ROWS), torch.ones(_COLUMNS)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # all that other threads do is to be work
-    times = []
-    try:
-        for _ in range(1 + _MESSAGE_REPEATS):
-            before = time.process_time() - time.thread_time()
-            working = Thread(target=work)
-            working.start()
-            while working.is_alive():
-                left @ right
-            working.join()
-            times.append(time.process_time() - time.thread_time() - before)
-    finally:
-        torch.set_num_threads(threads)
-    return quantiles(times[1:], n=4)[0]
-
-
 def _cpu_seconds(work: Callable[[], object]) -> float:
     """Median of this process, after a first time that does not count."""
     times = []
@@ -137,3 +109,19 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
         work()
         times.append(time.process_time() - before)
     return median(times[1:])
+
+
+def _usual_cpu_seconds(exchange: Callable[[], object]) -> float:
+    """Of this process: what a quarter of the exchanges undercut, after some that do not count.
+
+    Those that take several times as much come in some processes and not in others that do the same; steps of FSDP2
+    did not show them.
+    """
+    for _ in range(_UNCOUNTED_EXCHANGES):
+        exchange()
+    times = []
+    for _ in range(_EXCHANGES):
+        before = time.process_time()
+        exchange()
+        times.append(time.process_time() - before)
+    return quantiles(times, n=4)[0]
