@@ -301,6 +301,30 @@ def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_i
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+def test_what_is_usual_of_ranks_is_told_by_checks_in_the_same_processes_on_the_same_network(interleaved: bool) -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    benchmark = checked_benchmark(launch, interleaved=interleaved)
+    before, between, after = ([(seconds, None)] * 2 for seconds in (0.4, 0.5, 0.6))
+    peer, second, third, *others = sorted(benchmark.measurements, key=lambda m: m.bits_per_second)
+    benchmark._checks |= {peer.name: [[(1.0, 0.1)] * 2], second.name: [before, between], third.name: [between, after]}
+    benchmark._checks |= {other.name: [[(2.0, None)] * 2] for other in others}
+    assert benchmark._checks_among(second) == ([before, between, after] if interleaved else [before, between])
+
+
+def test_a_case_that_has_failed_has_no_more_checks() -> None:
+    def fail(method: str, arguments: dict) -> None:
+        if method == "train" and "lsdp fp32" in arguments["name"]:
+            raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
+
+    launch = PretendedLaunch(lambda name, network: 1.0, fail)
+    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    benchmark = checked_benchmark(launch)
+    counts = {m.case.label: len(benchmark._checks[m.name]) for m in benchmark.run()}
+    # The failed one had one check, before its first turn; that of the engine goes on with the one that follows it.
+    assert counts["lsdp fp32"] == 1 and counts["ddp fp32"] == 6
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 def test_a_case_whose_step_fails_has_that_error_and_no_other_has_one(interleaved: bool) -> None:
     def fail(method: str, arguments: dict) -> None:
         if method == "train" and "ddp fp32" in arguments["name"] and "torch" not in arguments["name"]:

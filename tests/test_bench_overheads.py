@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,3 +50,16 @@ def test_a_byte_inside_a_node_costs_its_part_of_two_gathers_and_a_reduction(work
 
 def test_ranks_without_others_on_their_node_send_nothing_inside(workers: Any) -> None:
     assert workers(4).run(of_bytes_inside, [[0], [1], [2], [3]], timeout=60) == [(0.0, [])] * 4
+
+
+def test_the_cost_of_an_exchange_is_that_of_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the first ones, nor of those that take much more."""
+    costs = iter([9.0] * 5 + [1.0] * 8 + [8.0] * 7)
+    spent = [0.0]
+    monkeypatch.setattr(overheads.time, "process_time", lambda: spent[0])
+
+    def exchange() -> None:
+        spent[0] += next(costs)
+
+    assert overheads._usual_cpu_seconds(exchange) == 1.0
+    assert next(costs, None) is None

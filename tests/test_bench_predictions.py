@@ -160,3 +160,7 @@ def test_what_is_usual_of_a_rank_shows_in_the_checks_of_all_cases() -> None:
     own = [[(0.8, 0.1), (1.0, 0.1)]] * 2
     speed = speed_of(own, own + usual, [0.5, 0.5], [1, 1])
     assert speed.slowdowns == pytest.approx((1.5 * 0.4 / 0.5, 1.5 * 1.0 / 0.5))
+
+
+def test_a_check_takes_the_micro_batches_of_the_plan() -> None:
+    assert knowledge().check_micro_batches(6) == ([4, 2], pytest.approx([0.4, 0.4]))

@@ -346,7 +346,7 @@ def test_what_cannot_be_measured_is_said(workers) -> None:
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(ValueError, match="found strategy 'fast', expected one of ddp"):
         ProfilingOptions(strategy="fast")
-    for name in ("seconds", "max_batch", "memory_limit_bytes", "bucket_megabytes"):
+    for name in ("seconds", "max_batch", "needed_batch", "total_batch_size", "memory_limit_bytes", "bucket_megabytes"):
         with pytest.raises(ValueError, match=f"found {name}=0, expected more than 0"):
             ProfilingOptions(**{name: 0})
     with pytest.raises(ValueError, match="expected a tuple of names"):

@@ -147,6 +147,8 @@ def test_a_size_that_is_needed_is_measured_whatever_time_that_takes() -> None:
     found = rank.find()
     assert list(found.trials) == [1, 2, 4, 8, 12] and found.limited_by == "time"
     assert max(Rank(seconds=lambda size: 0.25 * size, budget=1.0).find().trials) < 4
+    # Also where it is hardly more than the size before.
+    assert list(Rank(seconds=lambda size: 0.25 * size, budget=1.0, needed_batch=33).find().trials)[-2:] == [32, 33]
     assert max(Rank(samples=10, budget=1.0, needed_batch=12).find().trials) == 10
     assert max(Rank(memory_bytes=2000, budget=1.0, needed_batch=12).find().trials) == 9
     assert max(Rank(max_batch=6, budget=1.0, needed_batch=12).find().trials) == 6

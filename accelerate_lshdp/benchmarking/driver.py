@@ -133,10 +133,12 @@ class ClusterBenchmark:
                     total = self.config.total_batch_size
                     told = launch.call(
                         "profile",
-                        timeout=120 + 3 * seconds,
+                        timeout=BUILD_SECONDS + 5 * seconds,
                         seconds=seconds,
                         max_batch=most,
-                        needed_batch=max(equal_sizes(total, self._ranks)),  # or most cases could not be predicted
+                        needed_batch=max(
+                            equal_sizes(total, self._ranks)
+                        ),  # cases with equal batches are to be predicted
                         total=total,
                     )
                     profile = told[0]
@@ -257,11 +259,7 @@ class ClusterBenchmark:
             return
         speed = Speed((1.0,) * self._ranks, (0.0,) * self._ranks)
         if checks:
-            alike = [
-                m for m in self.measurements if (m.network, _crew(m)) == (measurement.network, _crew(measurement))
-            ]
-            among = [check for m in alike for check in self._checks[m.name]]
-            speed = speed_of(checks, among, expected, measurement.nodes)
+            speed = speed_of(checks, self._checks_among(measurement), expected, measurement.nodes)
         measurement.slowdown = speed.slowdown if checks else None
         try:
             measurement.predicted_seconds = self._knowledge.predicted_seconds(
@@ -269,6 +267,15 @@ class ClusterBenchmark:
             )
         except ValueError as error:  # sizes that the file gives may be larger than those that were measured
             self._say(f"{measurement.name} is not predicted: {error}")
+
+    def _checks_among(self, measurement: Measurement) -> list[Any]:
+        """All checks on the case's network in the processes in which it trained."""
+        if not self.config.interleaved:
+            return self._checks[measurement.name]
+        place = (measurement.network, _crew(measurement))
+        alike = [m for m in self.measurements if (m.network, _crew(m)) == place]
+        # One between the turns of two cases is both's.
+        return list({id(check): check for m in alike for check in self._checks[m.name]}.values())
 
     def _take_turns(self, launch: Launch, measurements: Sequence[Measurement]) -> None:
         """A turn of each, with the speed checked before and after it; one that fails takes no more."""
@@ -280,7 +287,7 @@ class ClusterBenchmark:
 
         for measurement in measurements:
             self._attempt(measurement, take)
-            last = measurement
+            last = measurement if measurement.error is None else last
         if last is not None:
             self._attempt(last, lambda m: self._check_speed(launch, m, None))
 

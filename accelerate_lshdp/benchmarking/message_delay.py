@@ -18,7 +18,7 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 _BUCKETS, _REPEATS = 4, 3
-# As many as gloo works on in a group at a time.
+# As many as torch's gloo works on in a group at a time, by default.
 _IN_FLIGHT = 2
 # Taken to be the same for messages of any size; on a slow network there is not the time for large ones.
 _LARGEST_BYTES = 4_000_000
@@ -29,6 +29,8 @@ _ROWS, _COLUMNS = (16, 384), (384, 1536)
 
 def message_delay_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
     """What each message of an all-reduce takes longer beside computing than alone (collective over all ranks).
+
+    Two all-reduces are on their way at a time, as in a backward; what they take longer together is shared by all.
 
     Args:
         size: bytes of each all-reduce; of larger ones it takes 4 MB.

@@ -45,7 +45,7 @@ def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
 def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
     """Of a byte that ranks of a node send each other when they gather a unit twice and reduce it (collective).
 
-    Not that of an all-reduce: where both were measured, it was about three times as much.
+    Not that of an all-reduce: where both were measured, this was two to three times as much.
 
     Args:
         size: bytes of the unit.
@@ -114,8 +114,7 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
 def _usual_cpu_seconds(exchange: Callable[[], object]) -> float:
     """Of this process: what a quarter of the exchanges undercut, after some that do not count.
 
-    Those that take several times as much come in some processes and not in others that do the same; steps of FSDP2
-    did not show them.
+    Some take up to eight times as much as others, in some processes more often than in others that do the same.
     """
     for _ in range(_UNCOUNTED_EXCHANGES):
         exchange()

@@ -3,9 +3,10 @@
 
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
 use, too, its speed changes meanwhile, within seconds, and a rank that was slow while it was profiled need not be slow
-afterwards. So before and after each turn of a case the ranks train some micro-batches of a
-plain model, of the size that the plan gives them, without sending anything, and the case is predicted for the speed
-that this shows: what is compared is then what communication and sharding cost, not how the machine's speed changed.
+afterwards. So before and after each turn of a case the ranks train a sample, which does not count, and a micro-batch
+of a plain model, of the size that the plan gives them, without sending anything, and the case is predicted for the
+speed that this shows: what is compared is then what communication and sharding cost, not how the machine's speed
+changed.
 Nothing of a case's own steps is used.
 """
 
@@ -50,7 +51,7 @@ class SpeedCheck:
     def run(self) -> tuple[float, float | None]:
         """Wall seconds of forward and backward and, if it was taken, of the optimizer's step.
 
-        What comes first after other work takes longer, so a sample goes first.
+        A sample goes first: what came first after a case's steps took up to half as long again as what followed.
         """
         self._model(**self._sample).loss.backward()
         self._model.zero_grad()
@@ -92,7 +93,7 @@ def speed_of(
 
     Args:
         checks: those of the case.
-        among: those of all cases in the same processes, these included.
+        among: those of all cases in the same processes on the same network, these included.
         expected: seconds of each rank's micro-batch, as profiled.
         nodes: ranks on each node, which share its processors as chance has it: for the optimizer each takes their
             mean.

@@ -31,7 +31,7 @@ from accelerate_lshdp.emulated_cluster.system import PREFIX, ClusterError, is_le
 _LEAST_QUOTA, _LEAST_PERIOD, _LONGEST_PERIOD = 1_000, 1_000, 1_000_000
 _END_SECONDS = 10.0
 # Of each version: the file of a group's claim beside others, the claim of one core, and the least and the most that
-# the kernel takes. One core's is the kernel's default, and that of its own threads, which must not have to wait.
+# the kernel takes. One core's is the kernel's default, and that of its own threads.
 _CLAIMS = {1: ("cpu.shares", 1024, 2, 2**18), 2: ("cpu.weight", 100, 1, 10_000)}
 
 

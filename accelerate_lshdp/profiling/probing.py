@@ -58,7 +58,7 @@ class Limits:
         measurements: how often each size is to be measured after its trial.
         least_seconds: what a measurement takes at least.
         max_batch: the user's maximum, None: none.
-        needed_batch: sizes up to this one are tried whatever time that takes.
+        needed_batch: sizes up to this one are tried whatever time that takes, if nothing else limits them.
         memory_bytes: what reported memory may not exceed, None: the device's own limit is met.
         base_bytes: peak of what any micro-batch needs: parameters, gradients, optimizer.
     """
@@ -107,7 +107,8 @@ def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
         else:
             size, reason = _next_size(trials, largest, limits)
         exact = reason in ("", "request", "data")
-        if size <= largest or (not exact and largest and size - largest < largest * _WORTHWHILE):
+        worthwhile = exact or not largest or size <= limits.needed_batch or size - largest >= largest * _WORTHWHILE
+        if size <= largest or not worthwhile:
             return Found({size: trials[size] for size in probe_sizes(largest)}, reason)
         trial = _try(attempt, size)
         if trial is not None and _fits(trial.peak_bytes, limits):

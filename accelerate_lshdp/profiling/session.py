@@ -52,10 +52,10 @@ class ProfilingOptions:
     """How a profiling run measures.
 
     Args:
-        seconds: how long it may take in all, the building of the model included.
+        seconds: how long it may take in all, the building of the model included; longer only for ``needed_batch``.
         strategy: the one to measure for.
         max_batch: the largest micro-batch to measure, None: the largest that is possible.
-        needed_batch: a micro-batch to measure whatever time that takes, if memory and data allow it.
+        needed_batch: a micro-batch to measure whatever time that takes, if memory, data and ``max_batch`` allow it.
         total_batch_size: the global batch that will be planned, if that is known: its plan is what ranks rehearse.
         memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
             the host.

@@ -65,7 +65,7 @@ class Case:
         peak_pss_bytes: the proportional set size of all processes of each node, at its peak.
         peak_rank_bytes: the peak of every rank.
         predicted_seconds: the step that the cost model predicted.
-        slowdown: seconds of a micro-batch while the cases took turns over those that were profiled.
+        slowdown: seconds of a micro-batch while the case took its turns over those profiled, the mean of the ranks.
         timeline: the events of one step, one tuple a rank.
     """
 
