@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,3 +35,33 @@ def test_it_is_what_each_message_takes_longer(workers: Any) -> None:
         assert found == (1.05 - 0.25) / (2 * message_delay._BUCKETS)  # two messages an all-reduce of two ranks
         assert set(sizes) == {2} and computed == [False, True] * (len(computed) // 2)
     assert [found for found, *_ in workers(4).run(measured_with, 0.5, 0.4, timeout=60)] == [0.0] * 4
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_two_messages_are_on_their_way_and_are_looked_at_between_computations(
+    computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Work:
+        def __init__(self, name: str) -> None:
+            self.name, self.looks = name, 0
+
+        def is_completed(self) -> bool:
+            self.looks += 1
+            events.append("look")
+            return self.looks > 2
+
+        def wait(self) -> None:
+            events.append(f"end {self.name}")
+
+    def start(buffer: torch.Tensor, **options: Any) -> Work:
+        events.append(f"begin {int(buffer)}")
+        return Work(str(int(buffer)))
+
+    monkeypatch.setattr(message_delay.dist, "all_reduce", start)
+    monkeypatch.setattr(message_delay.dist, "barrier", lambda: None)
+    message_delay._seconds([torch.tensor(float(place)) for place in range(3)], None, computes=computes)
+    begun_and_ended = [event for event in events if event != "look"]
+    assert begun_and_ended[:5] == ["begin 0", "begin 1", "end 0", "begin 2", "end 0"]
+    assert events.count("look") == (3 + 1 + 3 + 3 if computes else 0)

@@ -32,6 +32,9 @@ import os, signal, subprocess, sys
 from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluster, NetworkDescription, NodeDescription
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 
+# Whoever runs the tests in the background may have told their children to ignore these.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 memory = None if ControlGroup.missing(memory=True) else 2**30
 description = ClusterDescription((NodeDescription(0.5, memory), NodeDescription(0.5)), NetworkDescription(1e9))
 try:

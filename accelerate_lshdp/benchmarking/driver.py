@@ -131,14 +131,13 @@ class ClusterBenchmark:
                 if not measured:
                     most = self.config.total_batch_size - self._ranks + 1
                     total = self.config.total_batch_size
+                    needed = max(equal_sizes(total, self._ranks))  # cases with equal batches are to be predicted
                     told = launch.call(
                         "profile",
                         timeout=BUILD_SECONDS + 5 * seconds,
                         seconds=seconds,
                         max_batch=most,
-                        needed_batch=max(
-                            equal_sizes(total, self._ranks)
-                        ),  # cases with equal batches are to be predicted
+                        needed_batch=needed,
                         total=total,
                     )
                     profile = told[0]

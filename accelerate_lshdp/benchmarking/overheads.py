@@ -103,12 +103,7 @@ def sharded_step_seconds(
 
 def _cpu_seconds(work: Callable[[], object]) -> float:
     """Median of this process, after a first time that does not count."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        before = time.process_time()
-        work()
-        times.append(time.process_time() - before)
-    return median(times[1:])
+    return median(_times(work, 1, _REPEATS))
 
 
 def _usual_cpu_seconds(exchange: Callable[[], object]) -> float:
@@ -116,11 +111,13 @@ def _usual_cpu_seconds(exchange: Callable[[], object]) -> float:
 
     Some take up to eight times as much as others, in some processes more often than in others that do the same.
     """
-    for _ in range(_UNCOUNTED_EXCHANGES):
-        exchange()
+    return quantiles(_times(exchange, _UNCOUNTED_EXCHANGES, _EXCHANGES), n=4)[0]
+
+
+def _times(work: Callable[[], object], uncounted: int, counted: int) -> list[float]:
     times = []
-    for _ in range(_EXCHANGES):
+    for _ in range(uncounted + counted):
         before = time.process_time()
-        exchange()
+        work()
         times.append(time.process_time() - before)
-    return quantiles(times, n=4)[0]
+    return times[uncounted:]
