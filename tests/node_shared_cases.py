@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.engine import node_shared
 from accelerate_lshdp.engine.policies import Mechanism
 
 
@@ -44,8 +47,13 @@ def batch_of(*indices: int) -> dict[str, torch.Tensor]:
     return collate([Points()[index] for index in range(*indices)])
 
 
-def start(sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, **loading):
-    """An accelerator, and a model, an optimizer and a loader prepared by it."""
+def start(
+    sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, *, in_step: bool = False, **loading
+):
+    """An accelerator, and a model, an optimizer and a loader prepared by it.
+
+    ``in_step``: as where one rank's threads can use all processors of the node.
+    """
     accelerator = LSHDPAccelerator(
         plan=Plan.from_batch_sizes(sizes, strategy="lsdp"), lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0002)
     )
@@ -54,7 +62,8 @@ def start(sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(model, 1e-2, 0.1) if optimizer_class is None else optimizer_class(trained, lr=1e-2)
     loader = DataLoader(dataset or Points(), batch_size=1, collate_fn=collate, **loading)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with mock.patch.object(node_shared, "one_rank_can_use_the_node", lambda: in_step):
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return accelerator, model.train(), optimizer, loader
 
 

@@ -246,7 +246,7 @@ def test_the_meter_keeps_the_peak_of_each_node_and_says_what_it_could_not_read()
 class KnowsTheSpeed:
     """In place of `Knowledge`: a step takes a second at the speed that was profiled."""
 
-    def check_micro_batches(self, total: int) -> tuple[list[int], list[float]]:
+    def check_micro_batches(self, total: int, *, planned: bool) -> tuple[list[int], list[float]]:
         return [total // 2] * 2, [0.4, 0.4]
 
     def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed) -> float:

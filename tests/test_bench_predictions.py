@@ -162,5 +162,13 @@ def test_what_is_usual_of_a_rank_shows_in_the_checks_of_all_cases() -> None:
     assert speed.slowdowns == pytest.approx((1.5 * 0.4 / 0.5, 1.5 * 1.0 / 0.5))
 
 
-def test_a_check_takes_the_micro_batches_of_the_plan() -> None:
-    assert knowledge().check_micro_batches(6) == ([4, 2], pytest.approx([0.4, 0.4]))
+def test_a_check_takes_the_micro_batches_of_the_plan_if_any_case_does_else_equal_ones() -> None:
+    assert knowledge().check_micro_batches(6, planned=True) == ([4, 2], pytest.approx([0.4, 0.4]))
+    assert knowledge().check_micro_batches(6, planned=False) == ([3, 3], pytest.approx([0.3, 0.6]))
+    # More than the first rank has measured.
+    short = [
+        replace(rank, time=TimeCurve([1, 2], [0.1, 0.2]), max_micro_batch_size=2)
+        for rank in knowledge().profile.ranks[:1]
+    ]
+    known = knowledge(profile=replace(knowledge().profile, ranks=(*short, *knowledge().profile.ranks[1:])))
+    assert known.check_micro_batches(6, planned=False) == ([2, 4], pytest.approx([0.2, 0.8]))

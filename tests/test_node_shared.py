@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
 from training_cases import make_optimizer, relative_error
+
+from accelerate_lshdp.engine.prepared import PreparedModel
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -128,10 +131,10 @@ def test_gradients_are_final_on_every_rank_and_clipping_is_the_same_everywhere(w
         assert relative_error(ranks[0][what], reference) <= 1e-12, what
 
 
-def steps_of_every_kind(accelerate: bool, sizes: tuple = (2, 1)) -> dict:
+def steps_of_every_kind(accelerate: bool, in_step: bool = False, sizes: tuple = (2, 1)) -> dict:
     """Two backwards before a step, with other heads; a step that is left out; a closure; gradients kept as zeros."""
     if accelerate:
-        accelerator, model, optimizer, loader = start(sizes)
+        accelerator, model, optimizer, loader = start(sizes, in_step=in_step)
         backward, batches = accelerator.backward, list(loader)
     else:
         model = TwoHeads().double()
@@ -160,15 +163,43 @@ def steps_of_every_kind(accelerate: bool, sizes: tuple = (2, 1)) -> dict:
     return values(model)
 
 
-def test_unusual_steps_equal_one_process(workers):
+@pytest.mark.parametrize("in_step", [False, True])
+def test_unusual_steps_equal_one_process(workers, in_step):
     expected = steps_of_every_kind(False)
-    for parameters in workers(2).run(steps_of_every_kind, True):
+    for parameters in workers(2).run(steps_of_every_kind, True, in_step):
         assert relative_error(parameters, expected) <= 1e-12
 
 
-def fail_again_and_again() -> dict:
+def hurry_ahead(in_step: bool) -> list[int]:
+    """Buckets that rank 1, slow at every gradient, had not handed in when rank 0 went on from each of its own."""
+    accelerator, model, _, loader = start((1, 1), in_step=in_step)
+    reduction = PreparedModel.of(model)._reduction
+    hand_in, ahead = reduction.ready, []
+
+    def noting(index: int, *rest: object) -> None:
+        hand_in(index, *rest)
+        ahead.append(index + 1 - int((reduction._table.added[-1] >= reduction._backward).sum()))
+
+    if accelerator.process_index == 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: time.sleep(0.05))
+    else:
+        reduction.ready = noting
+    accelerator.backward(model(**next(iter(loader))))
+    return ahead
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_rank_that_could_give_its_processor_to_the_others_is_one_bucket_ahead_at_most(workers, in_step):
+    ahead, _ = workers(2).run(hurry_ahead, in_step)
+    assert len(ahead) == 3
+    assert max(ahead) <= 1 if in_step else ahead == [1, 2, 3]
+
+
+def fail_again_and_again(in_step: bool) -> dict:
     """Each backward fails once, on all ranks, when some of its gradients travel already."""
-    accelerator, model, optimizer, loader = start((1, 1, 1, 1))
+    accelerator, model, optimizer, loader = start((1, 1, 1, 1), in_step=in_step)
 
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError("the device is full")
@@ -184,27 +215,29 @@ def fail_again_and_again() -> dict:
     return values(model)
 
 
-def test_backwards_that_failed_on_all_ranks_can_be_repeated(workers):
+@pytest.mark.parametrize("in_step", [False, True])
+def test_backwards_that_failed_on_all_ranks_can_be_repeated(workers, in_step):
     model = TwoHeads().double()
     optimizer = make_optimizer(model, 1e-2, 0.1)
     for first in range(0, 12, 4):
         model(**batch_of(first, first + 4)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for parameters in workers(4).run(fail_again_and_again, nodes=(2, 2)):
+    for parameters in workers(4).run(fail_again_and_again, in_step, nodes=(2, 2)):
         assert relative_error(parameters, values(model)) <= 1e-12
 
 
-def fail_on_one_rank() -> None:
-    accelerator, model, _, loader = start()
+def fail_on_one_rank(in_step: bool) -> None:
+    accelerator, model, _, loader = start(in_step=in_step)
     loss = model(**next(iter(loader)))
     if accelerator.process_index == 1:
         model.inner[1].weight.register_hook(lambda gradient: 1 / 0)
     accelerator.backward(loss)
 
 
-def test_the_others_are_told_of_a_backward_that_failed_on_one_rank(workers):
-    other, failed = workers(2).run(fail_on_one_rank, timeout=20, expect_failure=True)
+@pytest.mark.parametrize("in_step", [False, True])
+def test_the_others_are_told_of_a_backward_that_failed_on_one_rank(workers, in_step):
+    other, failed = workers(2).run(fail_on_one_rank, in_step, timeout=20, expect_failure=True)
     assert failed.type == "ZeroDivisionError"
     assert "backward of local rank 1 of this node failed" in other.message
 

@@ -25,9 +25,9 @@ from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, Sha
 from accelerate_lshdp.engine.topology import Topology
 
 
-def end_early(how: str, folder: Path) -> None:
+def end_early(how: str, in_step: bool, folder: Path) -> None:
     """Rank 1 ends in its second step, in the middle of the backward if it does not just leave the loop."""
-    accelerator, model, optimizer, loader = start()
+    accelerator, model, optimizer, loader = start(in_step=in_step)
     rank = accelerator.process_index
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -53,6 +53,7 @@ def end_early(how: str, folder: Path) -> None:
         raise
 
 
+@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [
@@ -62,9 +63,9 @@ def end_early(how: str, folder: Path) -> None:
         ("hangs", -signal.SIGKILL, "waited 5 s for the other ranks of this node to .* One of them hangs"),
     ],
 )
-def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message):
+def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message, in_step):
     timeout = 5 if how == "hangs" else 60
-    codes = run_until_killed(end_early, how, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
+    codes = run_until_killed(end_early, how, in_step, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
     assert codes == [1, code]
     assert re.search(message, (tmp_path / "error-0").read_text())
 

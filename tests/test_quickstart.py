@@ -141,7 +141,7 @@ def test_missing_packages_are_named(
 
 
 @pytest.mark.parametrize(("largest", "share"), [((300, 300), 250), ((142, 128), 135), ((142, 127), 134)])
-def test_a_busy_machine_takes_a_total_that_it_could_measure(largest: tuple[int, int], share: int) -> None:
+def test_a_machine_without_memory_takes_a_total_that_it_could_measure(largest: tuple[int, int], share: int) -> None:
     ranks = [RankProfile(TimeCurve([1, size], [0.1, 1.0]), max_micro_batch_size=size) for size in largest]
     assert equal_share(500, ranks) == share
     assert sum(plan_fixed_total(ranks, 2 * share).batch_sizes) == 2 * share

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import mean
 from typing import Any
 
-from accelerate_lshdp.benchmarking.cases import FULL_PRECISION, equal_sizes
+from accelerate_lshdp.benchmarking.cases import FULL_PRECISION, PLAN, equal_sizes
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
 from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS, Launch
@@ -176,12 +176,16 @@ class ClusterBenchmark:
         """
         if self._knowledge is None or (self.config.memory and not self.config.interleaved):
             return
-        sizes, _ = self._knowledge.check_micro_batches(self.config.total_batch_size)
+        sizes, _ = self._check_micro_batches()
         crew = _crew(measurement)
         told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
         self._checks[measurement.name].append(told)
         if before is not None and _crew(before) == crew:  # another crew's processes may be tuned otherwise
             self._checks[before.name].append(told)
+
+    def _check_micro_batches(self) -> tuple[list[int], list[float]]:
+        planned = any(case.batch_sizes == PLAN for case in self.config.cases)
+        return self._knowledge.check_micro_batches(self.config.total_batch_size, planned=planned)
 
     # Measuring
 
@@ -252,7 +256,7 @@ class ClusterBenchmark:
         """
         if self._knowledge is None or measurement.error is not None:
             return
-        _, expected = self._knowledge.check_micro_batches(self.config.total_batch_size)
+        _, expected = self._check_micro_batches()
         checks = self._checks[measurement.name]
         if not checks and measurement.case.is_peer:
             return

@@ -103,13 +103,20 @@ class Knowledge:
         )
         return [tuple(entry) for entry in planned.micro_batches]
 
-    def check_micro_batches(self, total: int) -> tuple[list[int], list[float]]:
+    def check_micro_batches(self, total: int, *, planned: bool) -> tuple[list[int], list[float]]:
         """What ranks train when their speed is checked, and what that took them when they were profiled.
 
-        Those of the plan on the first network: all ranks take equally long, and they were rehearsed.
+        Args:
+            total: the global batch.
+            planned: whether any case trains planned batches. Then these are checked, of the first network: all ranks
+                take equally long, and they were rehearsed. Else equal ones, as the cases train them: what is wrong
+                with a rank's profile does not matter at the size at which it is checked.
         """
-        planned = self.batches(Case("lshdp"), total, next(iter(self.networks)))
-        sizes = [size for size, _ in planned]
+        sizes = list(equal_sizes(total, len(self.profile.ranks)))
+        if planned or any(
+            size > rank.time.batch_sizes[-1] for rank, size in zip(self.profile.ranks, sizes, strict=True)
+        ):
+            sizes = [size for size, _ in self.batches(Case("lshdp"), total, next(iter(self.networks)))]
         return sizes, [rank.time(size) for rank, size in zip(self.profile.ranks, sizes, strict=True)]
 
     def predicted_seconds(

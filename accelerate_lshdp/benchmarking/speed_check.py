@@ -4,7 +4,7 @@
 A profile is measured once, before the cases, which are measured for many minutes after it. On a machine that others
 use, too, its speed changes meanwhile, within seconds, and a rank that was slow while it was profiled need not be slow
 afterwards. So before and after each turn of a case the ranks train a sample, which does not count, and a micro-batch
-of a plain model, of the size that the plan gives them, without sending anything, and the case is predicted for the
+of a plain model, of a size that cases train, without sending anything, and the case is predicted for the
 speed that this shows: what is compared is then what communication and sharding cost, not how the machine's speed
 changed. Nothing of a case's own steps is used.
 """

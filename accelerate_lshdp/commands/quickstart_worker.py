@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> None:
         each = equal_share(arguments.total_batch_size, ranks)
         if each * world < arguments.total_batch_size:
             accelerator.print(
-                f"This machine is too busy or too slow to measure batches for {arguments.total_batch_size} samples a"
-                f" step in {MEASURING_SECONDS:g} seconds; both trainings take {each * world}."
+                f"This machine has no memory for batches of {arguments.total_batch_size} samples a step; both"
+                f" trainings take {each * world}."
             )
         plan = _make_plan(profile, plan_fixed_total(ranks, each * world))
         verify_plan(plan)
@@ -132,6 +132,8 @@ def _measure(
         seconds=MEASURING_SECONDS,
         strategy="lsdp",
         max_batch=arguments.total_batch_size - 1,  # the other rank has at least one sample
+        # Without it a busy machine would measure too little to train the wanted total.
+        needed_batch=-(-arguments.total_batch_size // accelerator.num_processes),
     )
     return profile_ranks(subject, options, accelerator, on_progress=advance_to)
 

@@ -129,6 +129,16 @@ def cores_of_node() -> tuple[tuple[int, ...], ...]:
     return allowed_cores(launchers if launchers > own else own)
 
 
+def one_rank_can_use_the_node() -> bool:
+    """Whether one rank's threads can use all CPU time that the ranks of this node get together.
+
+    Then a rank that waits for another one of its node loses nothing: that one runs instead.
+    """
+    quota = cpu_quota()
+    cores = len(cores_of_node())
+    return (cores if quota is None else min(cores, quota)) <= torch.get_num_threads()
+
+
 def _all_cores() -> int:
     """As accelerate counts them: of the machine, whatever of it may be used."""
     import psutil

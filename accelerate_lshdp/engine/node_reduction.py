@@ -91,6 +91,7 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
+        lead: how many buckets of a backward this rank may be ahead of the others of its node; None: any number.
     """
 
     def __init__(
@@ -100,9 +101,11 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
+        lead: int | None = None,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
+        self._lead = lead
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -132,6 +135,8 @@ class NodeReduction:
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
 
+        A rank that is too far ahead of its node waits for the others.
+
         Args:
             index: of the bucket.
             gradients: one a view of the bucket; None: this rank has none.
@@ -143,6 +148,10 @@ class NodeReduction:
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.ring()
+        if self._lead is not None and synchronise and index >= self._lead:
+            with self.clock.waiting():
+                added = self._table.added
+                self._wait(lambda: added[-1, index - self._lead] >= self._backward, "come as far", needed=False)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -221,13 +230,21 @@ class NodeReduction:
             self._memory.ring()
             self._thread.join()
 
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
+    def _wait(self, done: Callable[[], bool], what: str, *, needed: bool = True) -> None:
+        """Waits for other ranks; where it is not ``needed``, only as long as they may still do it, up to the time-out.
+
+        Raises:
+            RuntimeError: there is nothing to wait for any more.
+        """
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
-                problem = self._problem(what, time.monotonic() > deadline)
+                late = time.monotonic() > deadline
+                problem = self._problem(what, late)
                 if problem is None:
                     self._changed.wait(timeout=_NAP_SECONDS)
+                elif not needed and not late:
+                    break  # goes on as if nothing had happened: `finish` says so, when all is handed in
                 elif not done():  # a rank may have done its part before it ended
                     kind = NodeMemoryError if self._error is None else RuntimeError
                     raise kind(problem) from self._error

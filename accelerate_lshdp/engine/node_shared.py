@@ -21,11 +21,17 @@ from torch import nn
 
 from accelerate_lshdp.engine.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.cpu_binding import one_rank_can_use_the_node
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory
 from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, SharedBucket
 from accelerate_lshdp.engine.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.topology import Topology
+
+
+#: The gradients of a bucket leave the node when its slowest rank has them. Where one rank alone can use all processors
+#: of the node, a rank that hurries ahead takes time from the slowest: it may be ahead by so many buckets.
+_LEAD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,8 @@ class NodeSharedModel(PreparedModel):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds)
+        lead = _LEAD if len(topology.node_groups[topology.node]) > 1 and one_rank_can_use_the_node() else None
+        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds, lead)
         weakref.finalize(self, self._reduction.close)
         node_ranks = topology.node_groups[topology.node]
         for index, parameter in enumerate(self._parameters):
