@@ -9,6 +9,7 @@ the interpreter to the others); what it has done, and what it may do, is in a sm
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -25,6 +26,10 @@ from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryEr
 
 #: How long a thread sleeps when nobody wakes it; it wakes up to look at the clock only.
 _NAP_SECONDS = 1.0
+#: How many buckets a rank that keeps in step may be ahead of the others of its node.
+_LEAD = 1
+#: How often a rank looks whether it is to keep in step.
+_ASK_SECONDS = 1.0
 
 
 class NodeTable:
@@ -91,7 +96,8 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        lead: how many buckets of a backward this rank may be ahead of the others of its node; None: any number.
+        in_step: whether this rank is to keep in step with the others of its node. Asked now and then, because shares
+            of processors may change in mid-run; None: it never is.
     """
 
     def __init__(
@@ -101,11 +107,12 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        lead: int | None = None,
+        in_step: Callable[[], bool] | None = None,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
-        self._lead = lead
+        self._in_step = in_step
+        self._keeps_step, self._ask_again = False, -math.inf
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -129,13 +136,15 @@ class NodeReduction:
         if self._abandoned:
             self._finish_abandoned()
         self._backward += 1
+        if self._in_step is not None and time.monotonic() >= self._ask_again:
+            self._keeps_step, self._ask_again = self._in_step(), time.monotonic() + _ASK_SECONDS
         self._publish(self._table.entered, self._rank, self._backward)
         self._memory.ring()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
 
-        A rank that is too far ahead of its node waits for the others.
+        A rank that keeps in step waits here for the others of its node.
 
         Args:
             index: of the bucket.
@@ -148,10 +157,10 @@ class NodeReduction:
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.ring()
-        if self._lead is not None and synchronise and index >= self._lead:
+        if self._keeps_step and synchronise and index >= _LEAD:
             with self.clock.waiting():
                 added = self._table.added
-                self._wait(lambda: added[-1, index - self._lead] >= self._backward, "come as far", needed=False)
+                self._wait(lambda: added[-1, index - _LEAD] >= self._backward, "come as far", needed=False)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.

@@ -29,11 +29,6 @@ from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.topology import Topology
 
 
-#: The gradients of a bucket leave the node when its slowest rank has them. Where one rank alone can use all processors
-#: of the node, a rank that hurries ahead takes time from the slowest: it may be ahead by so many buckets.
-_LEAD = 1
-
-
 @dataclass(frozen=True, slots=True)
 class NodeOwnership:
     """Which rank of the node updates a parameter.
@@ -158,8 +153,10 @@ class NodeSharedModel(PreparedModel):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        lead = _LEAD if len(topology.node_groups[topology.node]) > 1 and one_rank_can_use_the_node() else None
-        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds, lead)
+        # The gradients of a bucket leave the node when its slowest rank has them. Where one rank alone can use all
+        # processors of the node, another one that hurries ahead takes time from it.
+        in_step = one_rank_can_use_the_node if len(topology.node_groups[topology.node]) > 1 else None
+        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds, in_step)
         weakref.finalize(self, self._reduction.close)
         node_ranks = topology.node_groups[topology.node]
         for index, parameter in enumerate(self._parameters):
