@@ -246,7 +246,10 @@ def test_the_meter_keeps_the_peak_of_each_node_and_says_what_it_could_not_read()
 class KnowsTheSpeed:
     """In place of `Knowledge`: a step takes a second at the speed that was profiled."""
 
+    planned: bool | None = None
+
     def check_micro_batches(self, total: int, *, planned: bool) -> tuple[list[int], list[float]]:
+        self.planned = planned
         return [total // 2] * 2, [0.4, 0.4]
 
     def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed) -> float:
@@ -264,6 +267,15 @@ def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> N
     assert [result["error"] for result in results] == [None] * 6
     assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
     assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
+
+
+@pytest.mark.parametrize(("strategies", "planned"), [(["ddp", "lsdp"], False), (["lsdp", "lshdp"], True)])
+def test_checks_follow_the_plan_if_a_case_does(strategies: list[str], planned: bool) -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    benchmark = checked_benchmark(launch, strategies=strategies, profile_seconds=5)
+    benchmark._knowledge = KnowsTheSpeed()
+    assert benchmark._check_micro_batches() == ([benchmark.config.total_batch_size // 2] * 2, [0.4, 0.4])
+    assert benchmark._knowledge.planned is planned
 
 
 def checked_benchmark(launch: PretendedLaunch, **changes: Any) -> ClusterBenchmark:

@@ -109,8 +109,8 @@ class Knowledge:
         Args:
             total: the global batch.
             planned: whether any case trains planned batches. Then these are checked, of the first network: all ranks
-                take equally long, and they were rehearsed. Else equal ones, as the cases train them: what is wrong
-                with a rank's profile does not matter at the size at which it is checked.
+                take equally long, and they were rehearsed. Else, if all ranks have measured them, equal ones, as most
+                cases train them: what is wrong with a rank's profile does not matter at the size that is checked.
         """
         sizes = list(equal_sizes(total, len(self.profile.ranks)))
         if planned or any(

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:
     """Samples of each rank in an equal split of the wanted total, or of the largest one that was measured."""
-    return min(total_batch_size, sum(rank.largest_micro_batch for rank in ranks)) // len(ranks)
+    return min(total_batch_size // len(ranks), *(rank.largest_micro_batch for rank in ranks))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

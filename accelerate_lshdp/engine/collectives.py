@@ -5,6 +5,7 @@ A new format is one more class behind ``GradientReduction`` and one more line in
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,14 @@ from accelerate_lshdp.engine.failures import failures_explained
 # torch 2.13 renamed both and warns of the old names on every rank.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_of_thread = threading.local()
+
+
+def waited_seconds() -> float:
+    """What this thread has spent blocked in communication so far, by all clocks."""
+    return getattr(_of_thread, "waited", 0.0)
 
 
 class WaitClock:
@@ -40,7 +49,9 @@ class WaitClock:
             with failures_explained():
                 yield
         finally:
-            self.seconds += self._clock() - started
+            waited = self._clock() - started
+            self.seconds += waited
+            _of_thread.waited = waited_seconds() + waited
 
     def take(self) -> float:
         """The seconds since the last call."""

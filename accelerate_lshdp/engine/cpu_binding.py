@@ -130,9 +130,9 @@ def cores_of_node() -> tuple[tuple[int, ...], ...]:
 
 
 def one_rank_can_use_the_node() -> bool:
-    """Whether one rank's threads can use all CPU time that the ranks of this node get together.
+    """Whether one rank's threads can use all CPU time that the ranks of this node get together, as far as it sees.
 
-    Then a rank that waits for another one of its node loses nothing: that one runs instead.
+    Then, while a rank waits for another one of its node that computes, that one computes as much faster.
     """
     quota = cpu_quota()
     cores = len(cores_of_node())

@@ -9,7 +9,6 @@ the interpreter to the others); what it has done, and what it may do, is in a sm
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
+from accelerate_lshdp.engine.keeping_step import KeepingStep
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
 
 
@@ -28,8 +28,6 @@ from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryEr
 _NAP_SECONDS = 1.0
 #: How many buckets a rank that keeps in step may be ahead of the others of its node.
 _LEAD = 1
-#: How often a rank looks whether it is to keep in step.
-_ASK_SECONDS = 1.0
 
 
 class NodeTable:
@@ -96,8 +94,7 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        in_step: whether this rank is to keep in step with the others of its node. Asked now and then, because shares
-            of processors may change in mid-run; None: it never is.
+        in_step: whether this rank is to keep in step with the others of its node (`keeping_step`).
     """
 
     def __init__(
@@ -107,12 +104,11 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        in_step: Callable[[], bool] | None = None,
+        in_step: Callable[[], bool] = lambda: False,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
-        self._in_step = in_step
-        self._keeps_step, self._ask_again = False, -math.inf
+        self._keeping_step = KeepingStep(in_step if memory.size > 1 else lambda: False)
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -136,15 +132,12 @@ class NodeReduction:
         if self._abandoned:
             self._finish_abandoned()
         self._backward += 1
-        if self._in_step is not None and time.monotonic() >= self._ask_again:
-            self._keeps_step, self._ask_again = self._in_step(), time.monotonic() + _ASK_SECONDS
         self._publish(self._table.entered, self._rank, self._backward)
         self._memory.ring()
+        self._keeping_step.begin()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
-
-        A rank that keeps in step waits here for the others of its node.
 
         Args:
             index: of the bucket.
@@ -157,10 +150,24 @@ class NodeReduction:
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.ring()
-        if self._keeps_step and synchronise and index >= _LEAD:
-            with self.clock.waiting():
-                added = self._table.added
-                self._wait(lambda: added[-1, index - _LEAD] >= self._backward, "come as far", needed=False)
+
+    def keep_step(self, index: int) -> None:
+        """Waits a moment if this rank, which has handed in a bucket, is too far ahead of the others of its node.
+
+        Args:
+            index: of the bucket.
+        """
+        table, behind = self._table, index - _LEAD
+        # A rank that has not begun its backward may be busy with something else for long.
+        if behind < 0 or not self._keeping_step.patience or not (table.entered >= self._backward).all():
+            return
+        begun = now = time.monotonic()
+        ends = begun + self._keeping_step.patience
+        with self.clock.waiting(), self._changed:
+            while table.added[-1, behind] < self._backward and now < ends and self._problem("", late=False) is None:
+                self._changed.wait(timeout=min(_NAP_SECONDS, ends - now))
+                now = time.monotonic()
+        self._keeping_step.waited(now - begun, in_vain=now >= ends)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -186,6 +193,7 @@ class NodeReduction:
                     complete(index)
                     self._publish(table.final, index, backward)
             self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
+        self._keeping_step.finish()
 
     def abandon(self) -> None:
         """Gives up a backward that failed, on this rank at least; the others of the node wait for it no longer.
@@ -239,21 +247,13 @@ class NodeReduction:
             self._memory.ring()
             self._thread.join()
 
-    def _wait(self, done: Callable[[], bool], what: str, *, needed: bool = True) -> None:
-        """Waits for other ranks; where it is not ``needed``, only as long as they may still do it, up to the time-out.
-
-        Raises:
-            RuntimeError: there is nothing to wait for any more.
-        """
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
-                late = time.monotonic() > deadline
-                problem = self._problem(what, late)
+                problem = self._problem(what, time.monotonic() > deadline)
                 if problem is None:
                     self._changed.wait(timeout=_NAP_SECONDS)
-                elif not needed and not late:
-                    break  # goes on as if nothing had happened: `finish` says so, when all is handed in
                 elif not done():  # a rank may have done its part before it ended
                     kind = NodeMemoryError if self._error is None else RuntimeError
                     raise kind(problem) from self._error

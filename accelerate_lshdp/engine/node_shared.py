@@ -153,10 +153,9 @@ class NodeSharedModel(PreparedModel):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        # The gradients of a bucket leave the node when its slowest rank has them. Where one rank alone can use all
-        # processors of the node, another one that hurries ahead takes time from it.
-        in_step = one_rank_can_use_the_node if len(topology.node_groups[topology.node]) > 1 else None
-        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds, in_step)
+        self._reduction = NodeReduction(
+            memory, table, buckets, self.clock, timeout_seconds, in_step=one_rank_can_use_the_node
+        )
         weakref.finalize(self, self._reduction.close)
         node_ranks = topology.node_groups[topology.node]
         for index, parameter in enumerate(self._parameters):
@@ -236,6 +235,8 @@ class NodeSharedModel(PreparedModel):
             for index in indices:
                 self._gradients[index] = None
             self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
+            if self._synchronise and not all_of_them:
+                self._reduction.keep_step(number)
 
     def deliver_backward(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from accelerate_lshdp.engine.collectives import waited_seconds
+
 
 class Slowdown:
     """Makes the training forward and backward of modules take ``factor`` times as long on this rank.
@@ -104,15 +106,16 @@ class Slowdown:
         before = self._clock()
         if self._owed > 0:
             self._sleep(self._owed)
-        self._begun = self._clock()
         # Sleeps are a little too long; what was too much is taken off the next one.
-        self._owed -= self._begun - before
-        self.slept += self._begun - before
+        slept = self._clock() - before
+        self._owed -= slept
+        self.slept += slept
+        self._begun = before + slept - waited_seconds()
 
     def _now(self) -> float:
         if self._device is not None and self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize(self._device)
-        return self._clock()
+        return self._clock() - waited_seconds()  # a rank may wait for others in the middle of a piece of work
 
 
 class _Boundary(torch.autograd.Function):
