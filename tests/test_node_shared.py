@@ -19,6 +19,7 @@ from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
 from training_cases import make_optimizer, relative_error
 
+from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.engine import node_shared
 from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -172,6 +173,12 @@ def test_unusual_steps_equal_one_process(workers, in_step):
         assert relative_error(parameters, expected) <= 1e-12
 
 
+def backward_together(accelerator: LSHDPAccelerator, loss: torch.Tensor) -> None:
+    """All ranks have begun their backward when the first gradient is computed."""
+    loss.register_hook(lambda gradient: dist.barrier())
+    accelerator.backward(loss)
+
+
 def hurry_ahead(in_step: bool) -> list[int]:
     """Buckets that rank 1, slow at every gradient, had not handed in when rank 0 went on from each of its own."""
     accelerator, model, _, loader = start((1, 1), in_step=in_step)
@@ -188,8 +195,7 @@ def hurry_ahead(in_step: bool) -> list[int]:
     if accelerator.process_index == 1:
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_hook(lambda gradient: time.sleep(0.1))
-    dist.barrier()
-    accelerator.backward(loss)
+    backward_together(accelerator, loss)
     return ahead
 
 
@@ -220,9 +226,9 @@ def wait_for_each_other() -> tuple[float, dict]:
     with mock.patch.object(node_shared, "one_rank_can_use_the_node", lambda: True):
         maker, judge = accelerator.prepare(Judge().double(), Judge().double())
     inputs = torch.ones(1, 4, dtype=torch.float64)
-    dist.barrier()
+    loss = judge(maker(inputs), whole=accelerator.process_index == 0).square().mean()
     begun = time.monotonic()
-    accelerator.backward(judge(maker(inputs), whole=accelerator.process_index == 0).square().mean())
+    backward_together(accelerator, loss)
     return time.monotonic() - begun, gradients(judge)
 
 
