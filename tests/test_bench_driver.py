@@ -13,7 +13,7 @@ import pytest
 
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.driver import ClusterBenchmark
-from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS
+from accelerate_lshdp.benchmarking.launches import ENGINE
 from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
@@ -70,8 +70,8 @@ class PretendedLaunch:
 
     def call(self, method: str, *, crew: str = ENGINE, timeout: float = 60, **arguments: Any) -> list[Any]:
         assert crew in self.crews
-        named = method not in ("build", "peak_bytes", "check_speed")
-        assert ("torch_" in arguments.get("name", "")) == (crew == PEERS) or not named
+        case = arguments.get("name", "").partition(",")[0]
+        assert crew == (case if "torch_" in case else ENGINE) or method in ("build", "peak_bytes", "check_speed")
         self.calls.append((method, arguments.get("name", "")))
         self.fail(method, arguments)
         return [getattr(self, f"_{method}")(**arguments)] * 2
@@ -262,8 +262,11 @@ def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> N
     launch._check_speed = lambda sizes, is_peer: (sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)
     results = [measurement.to_dict() for measurement in checked_benchmark(launch).run()]
     turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
-    # Turns of three cases, in each a step that does not count before the others; three rounds on two networks.
-    assert turns == (["check_speed", "train", "train"] * 3 + ["check_speed"]) * (3 * 2)
+    # Three cases have turns, in each a step that does not count before the others. Rounds begin with another case.
+    check, turn = ["check_speed"], ["train", "train"]
+    peer, of_engine = check + turn + check, check + turn + check + turn + check
+    rounds = peer + of_engine, of_engine + peer, (check + turn + check) + peer + (check + turn + check)
+    assert turns == sum(rounds, []) * 2  # networks
     assert [result["error"] for result in results] == [None] * 6
     assert [result["slowdown"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
     assert [result["predicted_seconds"] for result in results] == pytest.approx([1.0] * 3 + [2.0] * 3)
@@ -293,23 +296,23 @@ def checked_benchmark(launch: PretendedLaunch, **changes: Any) -> ClusterBenchma
 
 def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_its_kind() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
-    told = iter([0.4, 0.8, 1.2, 1.6] * 6)
+    told = iter([0.4, 0.8, 1.2, 1.6, 2.0] * 6)
     launch._check_speed = lambda sizes, is_peer: (next(told), 0.1 if is_peer else None)
     benchmark = checked_benchmark(launch)
     first, second, third = [m for m in benchmark.measurements if m.network == benchmark.measurements[0].network]
     benchmark._knowledge = KnowsTheSpeed()
     benchmark._take_turn = lambda launch, measurement: None
-    benchmark._take_turns(launch.with_crews((ENGINE, PEERS)), [first, second, third])
+    benchmark._take_turns(launch.with_crews((ENGINE, "torch_ddp")), [first, second, third])
     seconds = {name: [check[0] for check in checks] for name, checks in benchmark._checks.items()}
     assert first.case.is_peer and not second.case.is_peer
     assert seconds == {
-        first.name: [(0.4, 0.1)],
-        second.name: [(0.8, None), (1.2, None)],
-        third.name: [(1.2, None), (1.6, None)],
+        first.name: [(0.4, 0.1), (0.8, 0.1)],
+        second.name: [(1.2, None), (1.6, None)],
+        third.name: [(1.6, None), (2.0, None)],
     }
     second.micro_batches = [(4, 1), (4, 1)]
     benchmark._predict(second)
-    assert second.slowdown == pytest.approx(1.0 / 0.4)
+    assert second.slowdown == pytest.approx(1.4 / 0.4)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -333,7 +336,7 @@ def test_a_case_that_has_failed_has_no_more_checks() -> None:
     benchmark = checked_benchmark(launch)
     counts = {m.case.label: len(benchmark._checks[m.name]) for m in benchmark.run()}
     # The failed one had one check, before its first turn; that of the engine goes on with the one that follows it.
-    assert counts["lsdp fp32"] == 1 and counts["ddp fp32"] == 6
+    assert counts["lsdp fp32"] == 1 and counts["ddp fp32"] == 3 + 2 + 2
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -372,4 +375,4 @@ def test_without_turns_both_crews_are_there_to_learn_from() -> None:
 
     benchmark._learn = learn
     benchmark.run()
-    assert learned_of == [(ENGINE, PEERS)]
+    assert learned_of == [(ENGINE, "torch_ddp")]

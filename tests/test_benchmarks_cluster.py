@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -88,10 +89,26 @@ def test_ranks_that_all_answered_can_go_on_after_an_error(script: Path) -> None:
         assert not caught.value.ranks_usable
 
 
-def test_ranks_end_with_a_driver_that_is_killed(script: Path) -> None:
-    code = "from pathlib import Path; from accelerate_lshdp.benchmarking.rank_processes import RankProcesses\n"
+def test_processes_that_are_not_awake_do_nothing(script: Path) -> None:
+    with RankProcesses.on_loopback(script, 2) as ranks:
+        with ranks.awake():
+            ranks.call("add", timeout=30, value=0)
+        wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in ranks.pids))
+        with pytest.raises(RankError, match="had not finished add after 1 s"):
+            ranks.call("add", timeout=1, value=0)
+        with ranks.awake():
+            assert ranks.call("add", timeout=30, value=5) == [0, 1]  # of the call before, which they take up again
+        pids = ranks.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("then", ["ranks.call('sleep', timeout=60)", "with ranks.awake(): pass\ntime.sleep(60)"])
+def test_ranks_end_with_a_driver_that_is_killed(script: Path, then: str) -> None:
+    """In the middle of a call, and while they are stopped."""
+    code = "import time; from pathlib import Path\n"
+    code += "from accelerate_lshdp.benchmarking.rank_processes import RankProcesses\n"
     code += f"ranks = RankProcesses.on_loopback(Path({str(script)!r}), 2)\n"
-    code += "ranks.call('add', timeout=30, value=0); print(*ranks.pids, flush=True); ranks.call('sleep', timeout=60)"
+    code += f"ranks.call('add', timeout=30, value=0); print(*ranks.pids, flush=True)\n{then}"
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
@@ -100,10 +117,14 @@ def test_ranks_end_with_a_driver_that_is_killed(script: Path) -> None:
         driver.wait()
         driver.stdout.close()
     assert len(pids) == 2
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 15
-    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(is_running(pid) for pid in pids)
+    assert condition()
 
 
 def is_running(pid: int) -> bool:

@@ -12,10 +12,17 @@ from typing import Any
 from accelerate_lshdp.benchmarking.cases import FULL_PRECISION, PLAN, equal_sizes
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
-from accelerate_lshdp.benchmarking.launches import ENGINE, PEERS, Launch
+from accelerate_lshdp.benchmarking.launches import ENGINE, Launch
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
-from accelerate_lshdp.benchmarking.planned import Format, Knowledge, Overheads, micro_batches_of, read_formats
+from accelerate_lshdp.benchmarking.planned import (
+    Format,
+    Knowledge,
+    Overheads,
+    has_units,
+    micro_batches_of,
+    read_formats,
+)
 from accelerate_lshdp.benchmarking.rank_processes import RankError
 from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
 from accelerate_lshdp.emulated_cluster import ClusterError
@@ -71,7 +78,7 @@ class ClusterBenchmark:
 
     def run(self) -> list[Measurement]:
         """Measures everything. A case that fails has its error; what it took with it has the same."""
-        crews = (ENGINE, PEERS) if any(case.is_peer for case in self.config.cases) else (ENGINE,)
+        crews = tuple(dict.fromkeys([ENGINE, *map(_crew, self.measurements)]))
         if self.config.interleaved:
             with self._noting_failures(self.measurements), self._built(crews) as launch:
                 self._learn(launch)
@@ -79,7 +86,7 @@ class ClusterBenchmark:
                     self._measure_in_turns(launch, network)
         else:
             with self._noting_failures(self.measurements):
-                # What FSDP2 takes is learned of both crews; without a profile there is nothing to predict.
+                # What FSDP2 takes is learned of several crews; without a profile there is nothing to predict.
                 with self._built(crews if self.config.profile_seconds else (ENGINE,)) as launch:
                     self._learn(launch)
         if self.config.memory or not self.config.interleaved:
@@ -147,6 +154,7 @@ class ClusterBenchmark:
                     measured[name] = told[0]
                 if len(launch.nodes) > 1:
                     delays[name] = mean(launch.call("measure_message_delay", timeout=BUILD_SECONDS))
+        sharded = [_crew(m) for m in self.measurements if m.case.is_peer and has_units(m.case)]
         self._knowledge = Knowledge(
             nodes=launch.nodes,
             profile=Profile.from_dict(profile),
@@ -156,7 +164,7 @@ class ClusterBenchmark:
             shared_memory=launch.call("uses_shared_memory")[0],
             overheads=self._measure_overheads(launch, ENGINE),
             message_delay_seconds=delays,
-            plain_overheads=self._measure_overheads(launch, PEERS) if PEERS in launch.crews else Overheads(),
+            plain_overheads=self._measure_overheads(launch, sharded[0]) if sharded else Overheads(),
         )
 
     def _measure_overheads(self, launch: Launch, crew: str) -> Overheads:
@@ -164,24 +172,23 @@ class ClusterBenchmark:
             "measure_overheads",
             crew=crew,
             timeout=BUILD_SECONDS,
-            is_peer=crew == PEERS,
+            is_peer=crew != ENGINE,
             node_sizes=list(launch.node_sizes),
         )
         return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
 
-    def _check_speed(self, launch: Launch, measurement: Measurement, before: Measurement | None) -> None:
-        """How fast the ranks are at present, in the processes of a case: between its turn and that of another.
+    def _check_speed(self, launch: Launch, *measurements: Measurement) -> None:
+        """How fast the ranks are at present, in the processes of a case, or of two between their turns.
 
         Not where memory is measured meanwhile: the model that it trains would count.
         """
         if self._knowledge is None or (self.config.memory and not self.config.interleaved):
             return
         sizes, _ = self._check_micro_batches()
-        crew = _crew(measurement)
-        told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew == PEERS)
-        self._checks[measurement.name].append(told)
-        if before is not None and _crew(before) == crew:  # another crew's processes may be tuned otherwise
-            self._checks[before.name].append(told)
+        crew = _crew(measurements[0])
+        told = launch.call("check_speed", crew=crew, timeout=BUILD_SECONDS, sizes=sizes, is_peer=crew != ENGINE)
+        for measurement in measurements:
+            self._checks[measurement.name].append(told)
 
     def _check_micro_batches(self) -> tuple[list[int], list[float]]:
         planned = any(case.batch_sizes == PLAN for case in self.config.cases)
@@ -285,14 +292,17 @@ class ClusterBenchmark:
         last: Measurement | None = None
 
         def take(measurement: Measurement) -> None:
-            self._check_speed(launch, measurement, last)
+            self._check_speed(launch, measurement, *([] if last is None else [last]))
             self._take_turn(launch, measurement)
 
         for measurement in measurements:
+            if last is not None and _crew(last) != _crew(measurement):  # other processes may be tuned otherwise
+                self._attempt(last, lambda m: self._check_speed(launch, m))
+                last = None
             self._attempt(measurement, take)
             last = measurement if measurement.error is None else last
         if last is not None:
-            self._attempt(last, lambda m: self._check_speed(launch, m, None))
+            self._attempt(last, lambda m: self._check_speed(launch, m))
 
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
         """Some steps that do not count, then those that do, as many as there is time for."""
@@ -343,7 +353,7 @@ class ClusterBenchmark:
 
 
 def _crew(measurement: Measurement) -> str:
-    return PEERS if measurement.case.is_peer else ENGINE
+    return measurement.case.label if measurement.case.is_peer else ENGINE
 
 
 def _summary(error: Exception) -> str:

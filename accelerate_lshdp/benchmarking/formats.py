@@ -35,8 +35,11 @@ def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
     reduction = make_reduction(communication, dist.group.WORLD)
     large = torch.empty(max(SIZES) // 4, device="meta")
     model = torch.empty(sum(shape.numel() for shape in shapes), device="meta")
+    points = cpu_seconds_of(_OfMatrices(reduction))
+    dist.barrier()
+    reduction.close()
     return {
-        "points": cpu_seconds_of(_OfMatrices(reduction)),
+        "points": points,
         "wire_share": wire_bytes(communication, large, [_as_matrix(large)]) / max(SIZES),
         "wire_bytes": wire_bytes(communication, model, shapes),
     }

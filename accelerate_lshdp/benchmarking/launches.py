@@ -3,8 +3,10 @@
 
 They import and build at full speed and meet the cluster's speeds and network only while something is measured.
 
-Plain PyTorch has processes of its own: this package binds its processes to cores and tunes their allocator, which the
-scripts that it is compared with do not.
+Every case of plain PyTorch has processes of its own, as a script that a user starts has. This package binds its
+processes to cores and tunes their allocator, which those scripts do not; and the state in which one leaves the
+allocator changes the next. Torch DDP alone took 1.36 to 1.40 s for a step of benchmarks/cluster_two_by_two.yaml, and
+1.25 to 1.33 s where torch HSDP had trained in the same processes, or with a high MALLOC_MMAP_THRESHOLD_.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +26,8 @@ from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluste
 FULL_SPEED = NetworkDescription(10e9)
 #: Inside a network namespace of its own, where nobody else listens.
 _PORT = 29500
-#: Whose processes: those that use the engine, and those of plain PyTorch.
-ENGINE, PEERS = "engine", "peers"
+#: The crew of all cases that use the engine. A case of plain PyTorch is one by itself, named as the case.
+ENGINE = "engine"
 _CALL_SECONDS = 60.0
 _COMMAND = (sys.executable, "-m", "accelerate_lshdp.benchmarking.rank")
 
@@ -36,7 +38,7 @@ class Launch(ABC):
     Args:
         nodes: of the cluster.
         threads: of every rank's computation.
-        crews: `ENGINE`, `PEERS` or both: each has a process for every rank.
+        crews: each has a process for every rank.
     """
 
     def __init__(self, nodes: Sequence[NodeDescription], threads: int, crews: Sequence[str] = (ENGINE,)) -> None:
@@ -65,8 +67,13 @@ class Launch(ABC):
         self._stack.close()
 
     def call(self, method: str, *, crew: str = ENGINE, timeout: float = _CALL_SECONDS, **arguments: Any) -> list[Any]:
-        """What `rank.Rank`'s method returned in the processes of a crew, in rank order. Raises RankError."""
-        return self._ranks[crew].call(method, timeout=timeout, **arguments)
+        """What `rank.Rank`'s method returned in the processes of a crew, in rank order. Raises RankError.
+
+        Where there is another crew, which might be measured next, these processes are stopped until the next call.
+        """
+        ranks = self._ranks[crew]
+        with ranks.awake() if len(self._ranks) > 1 else nullcontext():
+            return ranks.call(method, timeout=timeout, **arguments)
 
     @contextmanager
     def as_described(self, network: NetworkDescription) -> Iterator[None]:

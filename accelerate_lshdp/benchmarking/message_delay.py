@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.groups import new_group
+from accelerate_lshdp.engine.groups import momentary_group
 
 
 _BUCKETS, _REPEATS = 4, 3
@@ -36,14 +36,13 @@ def message_delay_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
         size: bytes of each all-reduce; of larger ones it takes 4 MB.
         groups: ranks that exchange at the same time, each rank in one of them.
     """
-    made = {tuple(ranks): new_group(ranks) for ranks in groups}
-    own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
     buffers = [torch.zeros(min(size, _LARGEST_BYTES) // 4) for _ in range(_BUCKETS)]
     differences = []
-    for _ in range(1 + _REPEATS):
-        alone = _seconds(buffers, own, computes=False)
-        differences.append(_seconds(buffers, own, computes=True) - alone)
-    messages = 2 * (own.size() - 1) * _BUCKETS  # of a ring, one after the other
+    with momentary_group(groups) as own:
+        for _ in range(1 + _REPEATS):
+            alone = _seconds(buffers, own, computes=False)
+            differences.append(_seconds(buffers, own, computes=True) - alone)
+        messages = 2 * (own.size() - 1) * _BUCKETS  # of a ring, one after the other
     return max(0.0, median(differences[1:])) / messages  # the first one sets up connections
 
 

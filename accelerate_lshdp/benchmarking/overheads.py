@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate_lshdp.engine.groups import new_group
+from accelerate_lshdp.engine.groups import momentary_group
 
 
 _REPEATS = 5
@@ -51,15 +51,14 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
         size: bytes of the unit.
         nodes: ranks of each node. One without others sends nothing: 0.
     """
-    made = {tuple(ranks): new_group(ranks) for ranks in nodes}
-    own = next(group for ranks, group in made.items() if dist.get_rank() in ranks)
-    count = own.size()
-    if count == 1:
-        return 0.0
-    shard = torch.zeros(max(1, size // 4 // count))
-    whole = torch.zeros(shard.numel() * count)
-    gather = _usual_cpu_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
-    reduce = _usual_cpu_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
+    with momentary_group(nodes) as own:
+        count = own.size()
+        if count == 1:
+            return 0.0
+        shard = torch.zeros(max(1, size // 4 // count))
+        whole = torch.zeros(shard.numel() * count)
+        gather = _usual_cpu_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
+        reduce = _usual_cpu_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
     return count * (2 * gather + reduce) / 3 / ((count - 1) * whole.nbytes)
 
 

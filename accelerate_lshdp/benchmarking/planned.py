@@ -131,7 +131,7 @@ class Knowledge:
         format = self.formats[case.communication_dtype]
         overheads = self.plain_overheads if case.is_peer else self.overheads
         handling = self._under_load(format.handling)
-        if _has_units(case):
+        if has_units(case):
             handling = replace(
                 handling,
                 seconds_per_collective=0.0,  # it is in those of a unit
@@ -182,7 +182,7 @@ class Knowledge:
             slowdown = speed.slowdowns[place]
             # Plain PyTorch steps parameter by parameter, which its own check has measured.
             whole = speed.optimizer_seconds[place] if case.is_peer else slowdown * rank.optimizer_seconds
-            unwrapping = slowdown * overheads.optimizer_seconds / cores[place] if _has_units(case) else 0.0
+            unwrapping = slowdown * overheads.optimizer_seconds / cores[place] if has_units(case) else 0.0
             seconds = whole / groups[place] + unwrapping
             slower = rank.slowed_down(slowdown)
             profiles.append(replace(slower, communication_load_seconds=0.0, optimizer_seconds=seconds).profile())
@@ -238,7 +238,7 @@ class Knowledge:
         return Link(link.latency_seconds, max(link.seconds_per_byte, ring.seconds_per_byte))
 
 
-def _has_units(case: Case) -> bool:
+def has_units(case: Case) -> bool:
     """Whether FSDP2 shards the model; on CPUs the engine does not use it inside nodes."""
     traits = strategy_traits(case.strategy)
     return traits.shared_by is SharedBy.WORLD or (traits.is_plain and traits.shared_by is SharedBy.NODE)

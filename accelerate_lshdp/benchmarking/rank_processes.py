@@ -8,7 +8,9 @@ that is measured. Where a process runs (on the loopback, in a node of an emulate
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -28,6 +31,7 @@ FAILURE_GRACE = 20.0
 # What a shell may hold for other runs and would change this one.
 _FOREIGN_PREFIXES = ("ACCELERATE_", "FSDP_", "GROUP_", "LSDP_", "PARALLELISM_CONFIG_", "ROLE_", "TORCHELASTIC_")
 _OUTPUT_SHOWN = 4000
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankError(RuntimeError):
@@ -130,6 +134,22 @@ class RankProcesses:
             raise self._failure(rank, f"raised in {method}:\n{what}", everyone, summary)
         return [replies[rank] for rank in range(len(replies))]
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """In the block the processes run; after it they are stopped, and take no time of a processor.
+
+        Otherwise gloo's threads would, a hundred times a second each, while others are measured on the same cores.
+        """
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
     def close(self) -> None:
         """Ends the processes; they are not asked."""
         for link in self._connections:
@@ -173,6 +193,7 @@ def serve(target: object) -> None:
     The process ends by ``os._exit``, because gloo's threads can abort an ordinary exit.
     """
     link, parent = connection.Connection(int(sys.argv[1])), int(sys.argv[2])
+    _end_even_stopped()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     while True:
         try:
@@ -187,6 +208,12 @@ def serve(target: object) -> None:
             link.send(reply)
         except OSError:
             os._exit(1)
+
+
+def _end_even_stopped() -> None:
+    """Has the kernel end this process with the driver: one that is stopped (`RankProcesses.awake`) cannot itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _end_with(parent: int) -> None:

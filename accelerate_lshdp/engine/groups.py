@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -27,14 +29,32 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     return dist.new_group(members, timeout=world_timeout(), backend=backend)
 
 
+@contextmanager
+def momentary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
+    """A group of its own for something short (collective over the world to enter and to leave).
+
+    Args:
+        partition: disjoint groups of ranks that cover the world.
+
+    Yields:
+        The one in which this rank is.
+    """
+    made = [new_group(ranks) for ranks in partition]
+    own = next(group for ranks, group in zip(partition, made, strict=True) if dist.get_rank() in ranks)
+    yield own
+    # Not after an error: other ranks may be in the middle of something. Nor before all are done: it cuts connections.
+    dist.barrier()
+    dist.destroy_process_group(own)
+
+
 class ProcessGroups:
-    """Makes and keeps process groups by their ranks.
+    """Makes and keeps process groups by their ranks, for everything that trains in the same world.
 
     Creating a group is collective over the world, so every rank asks for all groups of a partition, its own or not.
+    A group costs time even when nobody uses it: gloo has a thread for each, which wakes up a hundred times a second.
     """
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
     def of_partition(self, partition: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
         """The group of ``partition`` (disjoint groups that cover the world) in which ``rank`` is (collective).
@@ -59,6 +79,7 @@ class ProcessGroups:
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         if ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
-        if ranks not in self._made:
-            self._made[ranks] = new_group(ranks)
-        return self._made[ranks]
+        made = self._made_in.setdefault(dist.group.WORLD, {})
+        if ranks not in made:
+            made[ranks] = new_group(ranks)
+        return made[ranks]

@@ -278,6 +278,10 @@ class TwoMessageReduction(GradientReduction):
             index, _, name = key.partition(".")
             self._saved.setdefault(int(index), {})[name] = tensor
 
+    def close(self) -> None:
+        self._worker.stop()
+        dist.destroy_process_group(self.second_group)
+
     def _restore(self, index: int, saved: dict[str, torch.Tensor]) -> None:
         kept = self._kept[index].kept
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}

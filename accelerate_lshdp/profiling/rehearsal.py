@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
 from accelerate_lshdp.engine.groups import new_group
@@ -86,6 +87,11 @@ class SharedPart(GradientReduction):
             reduction.start(copy, index, shards) for reduction, copy in zip(self._reductions, copies, strict=True)
         ]
         return _Watched(started, self._raise_if_another_failed, self._polling)
+
+    def close(self) -> None:
+        for reduction in self._reductions:
+            reduction.close()
+            dist.destroy_process_group(reduction.group)
 
 
 class _Watched(PendingReduction):

@@ -176,7 +176,10 @@ class _Run:
             versions={"torch": torch.__version__},
         )
         profile = self._in_phase("rehearsing steps of all ranks", 1.0, lambda: self._rehearse(session, profile))
-        return replace(profile, measured_seconds=max(self._gather(self._spent())))
+        profile = replace(profile, measured_seconds=max(self._gather(self._spent())))
+        if self._sender is not None:
+            self._sender.close()
+        return profile
 
     @property
     def _topology(self) -> Topology:
