@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction
-from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
 from accelerate_lshdp.plan import Communication
 
 
@@ -31,7 +31,8 @@ def gradient(rank: int, step: int, index: int, shapes: Sequence[Sequence[int]], 
 
 
 def new_reduction(communication: Communication) -> GradientReduction:
-    return make_reduction(communication, dist.group.WORLD)
+    second_group = make_second_group(communication, [range(dist.get_world_size())])
+    return make_reduction(communication, dist.group.WORLD, second_group)
 
 
 def run_steps(

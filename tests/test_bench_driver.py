@@ -13,7 +13,7 @@ import pytest
 
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.driver import ClusterBenchmark
-from accelerate_lshdp.benchmarking.launches import ENGINE
+from accelerate_lshdp.benchmarking.launches import ENGINE, PLAIN_DDP, PLAIN_FSDP2
 from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
@@ -43,6 +43,7 @@ class PretendedLaunch:
 
     def __init__(self, seconds: Callable[[str, str], float], fail: Callable[[str, dict], None]) -> None:
         self.calls: list[tuple[str, str]] = []
+        self.crews_called: list[tuple[str, str]] = []
         self.seconds = seconds
         self.fail = fail
         self.network = "full speed"
@@ -71,7 +72,9 @@ class PretendedLaunch:
     def call(self, method: str, *, crew: str = ENGINE, timeout: float = 60, **arguments: Any) -> list[Any]:
         assert crew in self.crews
         case = arguments.get("name", "").partition(",")[0]
-        assert crew == (case if "torch_" in case else ENGINE) or method in ("build", "peak_bytes", "check_speed")
+        expected = PLAIN_DDP if case == "torch_ddp" else PLAIN_FSDP2 if case.startswith("torch_") else ENGINE
+        assert crew == expected or not case
+        self.crews_called.append((method, crew))
         self.calls.append((method, arguments.get("name", "")))
         self.fail(method, arguments)
         return [getattr(self, f"_{method}")(**arguments)] * 2
@@ -113,6 +116,9 @@ class PretendedLaunch:
 
     def _end(self, name: str) -> None:
         self.open.remove(name)
+
+    def _forget_groups(self) -> None:
+        pass
 
     def _peak_bytes(self) -> int:
         return 11
@@ -302,7 +308,7 @@ def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_i
     first, second, third = [m for m in benchmark.measurements if m.network == benchmark.measurements[0].network]
     benchmark._knowledge = KnowsTheSpeed()
     benchmark._take_turn = lambda launch, measurement: None
-    benchmark._take_turns(launch.with_crews((ENGINE, "torch_ddp")), [first, second, third])
+    benchmark._take_turns(launch.with_crews((ENGINE, PLAIN_DDP)), [first, second, third])
     seconds = {name: [check[0] for check in checks] for name, checks in benchmark._checks.items()}
     assert first.case.is_peer and not second.case.is_peer
     assert seconds == {
@@ -363,9 +369,11 @@ def test_no_speed_is_checked_where_memory_is_measured_meanwhile() -> None:
         assert result["peak_pss_bytes"] == [5, 7]
 
 
-def test_without_turns_both_crews_are_there_to_learn_from() -> None:
+@pytest.mark.parametrize("peers", [["torch_ddp"], ["torch_ddp", "torch_fsdp", "torch_hsdp"]])
+def test_without_turns_there_are_processes_to_learn_from_and_no_others(peers: list[str]) -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
-    config = BenchmarkConfig.from_dict({**DOCUMENT, "interleaved": False, "profile_seconds": 5})
+    changes = {"interleaved": False, "profile_seconds": 5, "strategies": [*peers, "lsdp"]}
+    config = BenchmarkConfig.from_dict({**DOCUMENT, **changes})
     benchmark = ClusterBenchmark(config, "two", "vit", launch.with_crews, say=lambda what: None)
     learned_of: list[Sequence[str]] = []
 
@@ -375,4 +383,33 @@ def test_without_turns_both_crews_are_there_to_learn_from() -> None:
 
     benchmark._learn = learn
     benchmark.run()
-    assert learned_of == [(ENGINE, "torch_ddp")]
+    assert learned_of == [(ENGINE, PLAIN_FSDP2) if "torch_fsdp" in peers else (ENGINE,)]
+
+
+def test_speed_is_checked_in_the_processes_that_train_before_and_after() -> None:
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    launch._check_speed = lambda sizes, is_peer: (0.4, 0.1 if is_peer else None)
+    strategies = ["torch_ddp", "torch_fsdp", "torch_hsdp", "lsdp"]
+    benchmark = checked_benchmark(launch, strategies=strategies, rounds=1, networks=DOCUMENT["networks"][:1])
+    assert [measurement.error for measurement in benchmark.run()] == [None] * 4
+    done = [call for call in launch.crews_called if call[0] in ("check_speed", "train")]
+    turn = [("train", crew) for crew in (PLAIN_DDP, PLAIN_FSDP2, ENGINE) for _ in range(2)]
+    check = [("check_speed", crew) for crew in (PLAIN_DDP, PLAIN_FSDP2, ENGINE)]
+    ddp, fsdp2, engine = turn[:2], turn[2:4], turn[4:]
+    expected = [check[0], *ddp, check[0], check[1], *fsdp2, check[1], *fsdp2, check[1], check[2], *engine, check[2]]
+    assert done == expected
+
+
+def test_after_a_failed_turn_the_others_do_not_use_its_groups() -> None:
+    forgotten: list[str] = []
+
+    def fail(method: str, arguments: dict) -> None:
+        if method == "train" and "lsdp fp32" in arguments["name"]:
+            raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
+
+    launch = PretendedLaunch(lambda name, network: 1.0, fail)
+    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    launch._forget_groups = lambda: forgotten.append(launch.calls[-2][0])
+    results = [measurement.to_dict() for measurement in checked_benchmark(launch, profile_seconds=0).run()]
+    assert [result["error"] is None for result in results] == [True, True, False] * 2
+    assert forgotten == ["train"] * 2 and ("forget_groups", ENGINE) in launch.crews_called

@@ -102,16 +102,19 @@ def test_processes_that_are_not_awake_do_nothing(script: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("then", ["ranks.call('sleep', timeout=60)", "with ranks.awake(): pass\ntime.sleep(60)"])
-def test_ranks_end_with_a_driver_that_is_killed(script: Path, then: str) -> None:
+@pytest.mark.parametrize("stops", ["", "with ranks.awake(): pass\n"])
+def test_ranks_end_with_a_driver_that_is_killed(script: Path, stops: str) -> None:
     """In the middle of a call, and while they are stopped."""
-    code = "import time; from pathlib import Path\n"
+    code = "from pathlib import Path\n"
     code += "from accelerate_lshdp.benchmarking.rank_processes import RankProcesses\n"
     code += f"ranks = RankProcesses.on_loopback(Path({str(script)!r}), 2)\n"
-    code += f"ranks.call('add', timeout=30, value=0); print(*ranks.pids, flush=True)\n{then}"
+    code += f"ranks.call('add', timeout=30, value=0)\n{stops}print(*ranks.pids, flush=True)\n"
+    code += "ranks.call('sleep', timeout=60)"
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
+        if stops:
+            wait_until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
     finally:
         driver.kill()
         driver.wait()

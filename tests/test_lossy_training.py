@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -16,6 +17,7 @@ from exactness import full
 from launching import free_port
 from lossy_reductions import new_reduction
 from payload_counting import PayloadCounter
+from torch.distributed.distributed_c10d import _world
 from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
@@ -34,7 +36,8 @@ def train(dtype: str, strategy: str, sizes: tuple, steps: int = 4) -> dict:
     """Parameters after some steps of a tiny ViT."""
     case = CASES["vit"]
     plan = Plan.from_batch_sizes(sizes, strategy=strategy, communication_dtype=dtype, **FORMATS.get(dtype, {}))
-    accelerator = LSHDPAccelerator(plan=plan)
+    # Several buckets, so that every rank of a node has some to send.
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(bucket_megabytes=0.02))
     model = case.model()
     optimizer = make_optimizer(model, 1e-3, 0.0)
     loader = DataLoader(case.dataset(steps * plan.total_batch_size, torch.float32), batch_size=2, collate_fn=collate)
@@ -50,7 +53,12 @@ def train(dtype: str, strategy: str, sizes: tuple, steps: int = 4) -> dict:
 @pytest.mark.parametrize("dtype", ["int8", "powersgd"])
 @pytest.mark.parametrize(
     ("strategy", "sizes", "nodes"),
-    [("ddp", (3, 1, 2), (1, 2)), ("lsdp", ((3, 2), (1, 2)), (1, 1)), ("group_sharding", (3, 1, 2, 2), (2, 2))],
+    [
+        ("ddp", (3, 1, 2), (1, 2)),
+        ("lsdp", (3, 1, 2), (1, 2)),
+        ("lsdp", ((3, 2), (1, 2)), (1, 1)),
+        ("group_sharding", (3, 1, 2, 2), (2, 2)),
+    ],
 )
 def test_replicas_stay_identical_and_near_the_exact_ones(workers, dtype, strategy, sizes, nodes):
     pool = workers(len(sizes))
@@ -214,6 +222,23 @@ def test_profiles_count_what_the_format_sends(workers, dtype, share):
         assert share[0] < sent / gradients < share[1]
 
 
+def train_profile_train(dtype: str) -> tuple[int, int, bool]:
+    """Groups of the world before and after a profile, and whether a training after it is the one before it."""
+    first = train(dtype, "lsdp", (1, 2, 1, 2), steps=2)
+    before = len(_world.pg_map)
+    profiled(dtype)
+    gc.collect()
+    after = len(_world.pg_map)
+    again = train(dtype, "lsdp", (1, 2, 1, 2), steps=2)
+    return before, after, all(torch.equal(value, again[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
+def test_a_profile_leaves_no_groups_and_disturbs_no_later_training(workers, dtype):
+    for before, after, alike in workers(4).run(train_profile_train, dtype, nodes=(2, 2)):
+        assert after == before and alike
+
+
 def frozen_later(dtype: str) -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()
@@ -239,14 +264,15 @@ def test_a_buffer_with_other_parameters_drops_what_was_kept(workers, dtype):
 ENDING = """
 import os, sys, time
 import torch, torch.distributed as dist
-from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
 from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.plan import Communication
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 install_clean_exit()
-reduction = make_reduction(Communication(sys.argv[1]), dist.group.WORLD)
+communication = Communication(sys.argv[1])
+reduction = make_reduction(communication, dist.group.WORLD, make_second_group(communication, [(0, 1)]))
 for step in range(3):
     reduction.start(torch.ones(5000), 0, [torch.Size((50, 100))]).wait()
 dist.barrier()

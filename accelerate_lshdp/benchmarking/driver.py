@@ -12,7 +12,7 @@ from typing import Any
 from accelerate_lshdp.benchmarking.cases import FULL_PRECISION, PLAN, equal_sizes
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
-from accelerate_lshdp.benchmarking.launches import ENGINE, Launch
+from accelerate_lshdp.benchmarking.launches import ENGINE, PLAIN_DDP, PLAIN_FSDP2, Launch
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.planned import (
@@ -79,6 +79,7 @@ class ClusterBenchmark:
     def run(self) -> list[Measurement]:
         """Measures everything. A case that fails has its error; what it took with it has the same."""
         crews = tuple(dict.fromkeys([ENGINE, *map(_crew, self.measurements)]))
+        learned_of = tuple(crew for crew in crews if crew in (ENGINE, PLAIN_FSDP2))
         if self.config.interleaved:
             with self._noting_failures(self.measurements), self._built(crews) as launch:
                 self._learn(launch)
@@ -86,8 +87,8 @@ class ClusterBenchmark:
                     self._measure_in_turns(launch, network)
         else:
             with self._noting_failures(self.measurements):
-                # What FSDP2 takes is learned of several crews; without a profile there is nothing to predict.
-                with self._built(crews if self.config.profile_seconds else (ENGINE,)) as launch:
+                # Without a profile there is nothing to predict.
+                with self._built(learned_of if self.config.profile_seconds else (ENGINE,)) as launch:
                     self._learn(launch)
         if self.config.memory or not self.config.interleaved:
             for case in self.config.cases:
@@ -154,7 +155,6 @@ class ClusterBenchmark:
                     measured[name] = told[0]
                 if len(launch.nodes) > 1:
                     delays[name] = mean(launch.call("measure_message_delay", timeout=BUILD_SECONDS))
-        sharded = [_crew(m) for m in self.measurements if m.case.is_peer and has_units(m.case)]
         self._knowledge = Knowledge(
             nodes=launch.nodes,
             profile=Profile.from_dict(profile),
@@ -164,7 +164,9 @@ class ClusterBenchmark:
             shared_memory=launch.call("uses_shared_memory")[0],
             overheads=self._measure_overheads(launch, ENGINE),
             message_delay_seconds=delays,
-            plain_overheads=self._measure_overheads(launch, sharded[0]) if sharded else Overheads(),
+            plain_overheads=(
+                self._measure_overheads(launch, PLAIN_FSDP2) if PLAIN_FSDP2 in launch.crews else Overheads()
+            ),
         )
 
     def _measure_overheads(self, launch: Launch, crew: str) -> Overheads:
@@ -201,7 +203,7 @@ class ClusterBenchmark:
         cases = [m for m in self.measurements if m.network == network]
         self._say(f"{network}: preparing {len(cases)} cases")
         for measurement in cases:
-            self._attempt(measurement, lambda m: self._begin(launch, m))
+            self._attempt(launch, measurement, lambda m: self._begin(launch, m))
         with launch.as_described(self.config.networks[network]):
             for turn in range(self.config.rounds):
                 self._say(f"{network}: round {turn + 1} of {self.config.rounds}")
@@ -209,7 +211,7 @@ class ClusterBenchmark:
                 self._take_turns(launch, cases[first:] + cases[:first])
         for measurement in cases:
             self._predict(measurement)
-            self._attempt(measurement, lambda m: self._end(launch, m))
+            self._attempt(launch, measurement, lambda m: self._end(launch, m))
 
     def _measure_alone(self, measurements: Sequence[Measurement]) -> None:
         """One case in fresh processes: its memory, and if cases do not take turns, its speed."""
@@ -228,7 +230,7 @@ class ClusterBenchmark:
                         with launch.as_described(self.config.networks[measurement.network]):
                             self._take_turns(launch, [measurement] * self.config.rounds)
                         self._predict(measurement)
-                        self._attempt(measurement, lambda m: self._end(launch, m))
+                        self._attempt(launch, measurement, lambda m: self._end(launch, m))
             if meter is not None:
                 peaks = launch.call("peak_bytes", crew=crew)
                 for measurement in measurements:
@@ -297,12 +299,12 @@ class ClusterBenchmark:
 
         for measurement in measurements:
             if last is not None and _crew(last) != _crew(measurement):  # other processes may be tuned otherwise
-                self._attempt(last, lambda m: self._check_speed(launch, m))
+                self._attempt(launch, last, lambda m: self._check_speed(launch, m))
                 last = None
-            self._attempt(measurement, take)
+            self._attempt(launch, measurement, take)
             last = measurement if measurement.error is None else last
         if last is not None:
-            self._attempt(last, lambda m: self._check_speed(launch, m))
+            self._attempt(launch, last, lambda m: self._check_speed(launch, m))
 
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
         """Some steps that do not count, then those that do, as many as there is time for."""
@@ -328,7 +330,7 @@ class ClusterBenchmark:
 
     # Failures
 
-    def _attempt(self, measurement: Measurement, work: Callable[[Measurement], None]) -> None:
+    def _attempt(self, launch: Launch, measurement: Measurement, work: Callable[[Measurement], None]) -> None:
         """Does a part of a case unless it has failed; others go on where the processes can."""
         if measurement.error is not None:
             return
@@ -337,8 +339,10 @@ class ClusterBenchmark:
         except _FAILURES as error:
             measurement.error = _summary(error)
             self._say(f"{measurement.name} failed: {error}")
-            if isinstance(error, RankError) and not error.ranks_usable:
-                raise
+            if isinstance(error, RankError):
+                if not error.ranks_usable:
+                    raise
+                launch.call("forget_groups", crew=_crew(measurement))
 
     @contextmanager
     def _noting_failures(self, measurements: Sequence[Measurement]) -> Iterator[None]:
@@ -353,7 +357,8 @@ class ClusterBenchmark:
 
 
 def _crew(measurement: Measurement) -> str:
-    return measurement.case.label if measurement.case.is_peer else ENGINE
+    case = measurement.case
+    return ENGINE if not case.is_peer else PLAIN_FSDP2 if has_units(case) else PLAIN_DDP
 
 
 def _summary(error: Exception) -> str:

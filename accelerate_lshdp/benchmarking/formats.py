@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
-from accelerate_lshdp.engine.reductions import make_reduction, wire_bytes
+from accelerate_lshdp.engine.reductions import make_reduction, make_second_group, wire_bytes
 from accelerate_lshdp.plan_sections import Communication
 from accelerate_lshdp.profiling.handling import SIZES, cpu_seconds_of
 
@@ -32,12 +32,14 @@ def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
     """
     options = {"powersgd_warmup_steps": 0} if name == "powersgd" else {}
     communication = Communication(name, **options)
-    reduction = make_reduction(communication, dist.group.WORLD)
+    second_group = make_second_group(communication, [range(dist.get_world_size())])
+    reduction = make_reduction(communication, dist.group.WORLD, second_group)
     large = torch.empty(max(SIZES) // 4, device="meta")
     model = torch.empty(sum(shape.numel() for shape in shapes), device="meta")
     points = cpu_seconds_of(_OfMatrices(reduction))
-    dist.barrier()
-    reduction.close()
+    if second_group is not None:
+        dist.barrier()
+        dist.destroy_process_group(second_group)
     return {
         "points": points,
         "wire_share": wire_bytes(communication, large, [_as_matrix(large)]) / max(SIZES),

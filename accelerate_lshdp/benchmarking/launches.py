@@ -3,10 +3,10 @@
 
 They import and build at full speed and meet the cluster's speeds and network only while something is measured.
 
-Every case of plain PyTorch has processes of its own, as a script that a user starts has. This package binds its
-processes to cores and tunes their allocator, which those scripts do not; and the state in which one leaves the
-allocator changes the next. Torch DDP alone took 1.36 to 1.40 s for a step of benchmarks/cluster_two_by_two.yaml, and
-1.25 to 1.33 s where torch HSDP had trained in the same processes, or with a high MALLOC_MMAP_THRESHOLD_.
+Plain PyTorch has processes of its own: this package binds its processes to cores and tunes their allocator, which the
+scripts that it is compared with do not. And DDP has others than FSDP2, which leaves the allocator in another state:
+torch DDP alone, as its users start it, took 1.36 to 1.40 s for a step of benchmarks/cluster_two_by_two.yaml, and 1.25
+to 1.33 s where torch HSDP had trained in the same processes, or with a high MALLOC_MMAP_THRESHOLD_.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluste
 FULL_SPEED = NetworkDescription(10e9)
 #: Inside a network namespace of its own, where nobody else listens.
 _PORT = 29500
-#: The crew of all cases that use the engine. A case of plain PyTorch is one by itself, named as the case.
-ENGINE = "engine"
+#: Whose processes: those that use the engine, and those of plain PyTorch.
+ENGINE, PLAIN_DDP, PLAIN_FSDP2 = "engine", "plain DDP", "plain FSDP2"
 _CALL_SECONDS = 60.0
 _COMMAND = (sys.executable, "-m", "accelerate_lshdp.benchmarking.rank")
 

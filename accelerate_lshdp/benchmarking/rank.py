@@ -7,6 +7,7 @@ take turns. What only some cases need is imported when they begin: it counts in 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import time
@@ -246,7 +247,15 @@ class Rank:
             training.close()
         self.timelines.pop(name, None)
         self.slowdowns.pop(name, None)
+        del training
         self._set_aside()
+        _give_back_memory()
+
+    def forget_groups(self) -> None:
+        """After a training that failed: what comes next must not meet what is left of its messages."""
+        from accelerate_lshdp.engine.groups import ProcessGroups
+
+        ProcessGroups.forget()
 
     # What the kernel counts
 
@@ -269,6 +278,13 @@ class Rank:
 
     def _optimizer(self, parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS, fused=fused)
+
+
+def _give_back_memory() -> None:
+    """Gives free memory back to the system: the allocator keeps it, and other processes' trainings begin next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
 
 
 def sent_bytes(interface: str, counters: str) -> int:

@@ -104,9 +104,6 @@ class GradientReduction(ABC):
         if state:
             raise ValueError(f"found a state of {sorted(state)}, expected none: {type(self).__name__} keeps nothing")
 
-    def close(self) -> None:  # noqa: B027 - most make none
-        """Ends the groups that it made for itself, when no rank has anything under way, nor will have."""
-
 
 class _PendingWork(PendingReduction):
     def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:

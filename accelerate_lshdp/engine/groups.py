@@ -1,4 +1,4 @@
-"""The process groups of a run, each made once and by all ranks in the same order."""
+"""The process groups of a world, each made once and by all ranks in the same order."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class ProcessGroups:
 
     Creating a group is collective over the world, so every rank asks for all groups of a partition, its own or not.
     A group costs time even when nobody uses it: gloo has a thread for each, which wakes up a hundred times a second.
+    So trainings of one process share them. One that was given up in the middle of a backward may have left messages
+    there that some rank never answers; before anything else is trained, all ranks then have to `forget`.
     """
 
     _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -71,6 +73,11 @@ class ProcessGroups:
         if mine is None:
             raise ValueError(f"rank {rank} is in none of the groups {[list(ranks) for ranks in partition]}")
         return mine
+
+    @classmethod
+    def forget(cls) -> None:
+        """What is asked for from now on is made anew (to be called by all ranks)."""
+        cls._made_in.pop(dist.group.WORLD, None)
 
     def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of some ranks (collective over the world, members or not)."""

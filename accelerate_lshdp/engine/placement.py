@@ -18,7 +18,7 @@ from accelerate_lshdp.engine.groups import ProcessGroups, world_timeout
 from accelerate_lshdp.engine.node_shared import NodeSharedModel
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
-from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
 from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.sharding import ShardedModel
 from accelerate_lshdp.engine.topology import Topology
@@ -145,10 +145,11 @@ class Placement:
             return None
         if self.reduction is not None:
             return self.reduction
-        return self._make_reduction(self.groups.of_partition(partition, self.topology.rank))
+        group = self.groups.of_partition(partition, self.topology.rank)
+        return self._make_reduction(group, make_second_group(self.communication, partition))
 
-    def _make_reduction(self, group: dist.ProcessGroup) -> GradientReduction:
-        self._made.append(make_reduction(self.communication, group))
+    def _make_reduction(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None) -> GradientReduction:
+        self._made.append(make_reduction(self.communication, group, second_group))
         return self._made[-1]
 
     def _reduction_of(self, ranks: tuple[int, ...]) -> GradientReduction | None:
@@ -156,4 +157,5 @@ class Placement:
         if len(ranks) == 1:
             return None
         group = self.groups.of_ranks(ranks)
-        return self._make_reduction(group) if self.topology.rank in ranks else None
+        second_group = make_second_group(self.communication, [ranks])
+        return self._make_reduction(group, second_group) if self.topology.rank in ranks else None

@@ -230,9 +230,13 @@ class PowerSGDReduction(TwoMessageReduction):
     name = "powersgd"
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int = POWERSGD_RANK, warmup_steps: int = POWERSGD_WARMUP_STEPS
+        self,
+        group: dist.ProcessGroup,
+        second_group: dist.ProcessGroup,
+        rank: int = POWERSGD_RANK,
+        warmup_steps: int = POWERSGD_WARMUP_STEPS,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, second_group)
         self.rank = rank
         self.warmup_steps = warmup_steps
         kinds: list[tuple | None] = [None] * group.size()

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import Bf16Reduction, ExactReduction, GradientReduction
+from accelerate_lshdp.engine.groups import new_group
 from accelerate_lshdp.engine.int8_reduction import Int8Reduction, int8_bytes
 from accelerate_lshdp.engine.powersgd_reduction import PowerSGDReduction, powersgd_bytes
+from accelerate_lshdp.engine.two_message_reduction import TwoMessageReduction
 from accelerate_lshdp.plan_sections import Communication
 
 
@@ -23,11 +25,40 @@ REDUCTIONS: dict[str, type[GradientReduction]] = {
 }
 
 
-def make_reduction(communication: Communication, group: dist.ProcessGroup) -> GradientReduction:
-    """What sums gradients over a group (collective over its ranks)."""
+def make_second_group(communication: Communication, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The group for second messages, another of the same ranks (collective over the world).
+
+    All ranks make it, members or not: torch numbers the groups that all ranks make. It names those that only their
+    members make after how many groups a rank knows, which differs between ranks of unequal nodes.
+
+    Args:
+        communication: how gradients travel.
+        partition: disjoint groups of ranks.
+
+    Returns:
+        That of this rank; None if it is in no group, or if the format sends one message.
+    """
+    if not issubclass(REDUCTIONS[communication.dtype], TwoMessageReduction):
+        return None
+    made = {tuple(ranks): new_group(ranks) for ranks in partition}
+    return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
+
+
+def make_reduction(
+    communication: Communication, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None = None
+) -> GradientReduction:
+    """What sums gradients over a group (collective over its ranks).
+
+    Args:
+        communication: how they travel.
+        group: the ranks that sum.
+        second_group: from `make_second_group`.
+    """
     if communication.dtype == "powersgd":
-        return PowerSGDReduction(group, communication.powersgd_rank, communication.powersgd_warmup_steps)
-    return REDUCTIONS[communication.dtype](group)
+        options = communication.powersgd_rank, communication.powersgd_warmup_steps
+        return PowerSGDReduction(group, second_group, *options)
+    reduction = REDUCTIONS[communication.dtype]
+    return reduction(group) if second_group is None else reduction(group, second_group)
 
 
 def wire_bytes(communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:

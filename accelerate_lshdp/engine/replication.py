@@ -6,6 +6,7 @@ same numbers in the same order as an uninterrupted one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -72,10 +73,15 @@ class ReplicatedModel(PreparedModel):
         return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
+        reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
+
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            self.mark_used(index)
-            if self._synchronise:
-                self._fill(index, parameter)
+            prepared = reference()
+            if prepared is None:
+                return
+            prepared.mark_used(index)
+            if prepared._synchronise:
+                prepared._fill(index, parameter)
 
         return gradient_is_ready
 

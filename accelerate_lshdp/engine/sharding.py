@@ -9,6 +9,7 @@ All collectives sum; the loss carries each rank's weight. So FSDP2 is told to di
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,12 @@ class ShardedModel(PreparedModel):
     def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
         """Watches the gathered parameters, which exist from the first forward on, for gradients."""
         watched: set[int] = set()
+        reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
+
+        def mark_used(index: int) -> None:
+            prepared = reference()
+            if prepared is not None:
+                prepared.mark_used(index)
 
         def before_forward(module: nn.Module, args: tuple) -> None:
             if not self.in_backward:
@@ -180,7 +187,7 @@ class ShardedModel(PreparedModel):
                 whole = getattr(fsdp_param, "_unsharded_param", None)
                 if index not in watched and whole is not None and whole.requires_grad:
                     watched.add(index)
-                    whole.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_used(index))
+                    whole.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
 
         return before_forward
 

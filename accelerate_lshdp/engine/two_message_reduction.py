@@ -206,18 +206,17 @@ class _Worker:
 class TwoMessageReduction(GradientReduction):
     """Sums buffers in two messages each, and keeps a `LossyBuffer` for every index.
 
-    Making one is collective over the group.
-
     Args:
         group: the ranks that sum.
+        second_group: another group of the same ranks, which nothing else uses.
     """
 
     #: Name in messages.
     name: str
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.second_group = _like(group)
+        self.second_group = second_group
         self._kept: dict[int, LossyBuffer] = {}
         self._signatures: dict[int, tuple] = {}
         self._under_way: dict[int, PendingReduction] = {}
@@ -278,10 +277,6 @@ class TwoMessageReduction(GradientReduction):
             index, _, name = key.partition(".")
             self._saved.setdefault(int(index), {})[name] = tensor
 
-    def close(self) -> None:
-        self._worker.stop()
-        dist.destroy_process_group(self.second_group)
-
     def _restore(self, index: int, saved: dict[str, torch.Tensor]) -> None:
         kept = self._kept[index].kept
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
@@ -299,12 +294,3 @@ def _stop(worker: weakref.ref[_Worker]) -> None:
     alive = worker()
     if alive is not None:
         alive.stop()
-
-
-def _like(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks (collective over them)."""
-    timeout = group._get_backend(group._device_types[0]).options._timeout
-    # Groups that only their members make are named after their ranks. One that follows another of the same name, which
-    # was destroyed, may find the addresses of that one; groups that all ranks make are numbered instead.
-    some_ranks = group.size() < dist.get_world_size()
-    return dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, use_local_synchronization=some_ranks)

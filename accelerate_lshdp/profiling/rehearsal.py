@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
 from accelerate_lshdp.engine.groups import new_group
 from accelerate_lshdp.engine.policies import ShardingPolicies
-from accelerate_lshdp.engine.reductions import make_reduction
+from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
 from accelerate_lshdp.plan_sections import Communication
 from accelerate_lshdp.planning.curves import TimeCurve
 
@@ -64,13 +64,19 @@ class SharedPart(GradientReduction):
         reductions: one for each part of this rank, over the ranks that send the same one.
         parts: of a whole buffer: as many as the largest node has ranks that share one copy of the parameters.
         raise_if_another_failed: called while waiting.
+        own_groups: made for it, which `close` destroys.
     """
 
     def __init__(
-        self, reductions: Sequence[GradientReduction], parts: int, raise_if_another_failed: Callable[[], None]
+        self,
+        reductions: Sequence[GradientReduction],
+        parts: int,
+        raise_if_another_failed: Callable[[], None],
+        own_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         super().__init__(reductions[0].group)
         self._reductions = reductions
+        self._own_groups = own_groups
         self._parts = parts
         self._raise_if_another_failed = raise_if_another_failed
         self._polling = WaitClock(time.thread_time)
@@ -89,9 +95,9 @@ class SharedPart(GradientReduction):
         return _Watched(started, self._raise_if_another_failed, self._polling)
 
     def close(self) -> None:
-        for reduction in self._reductions:
-            reduction.close()
-            dist.destroy_process_group(reduction.group)
+        """Ends its groups, when no rank has anything under way, nor will have."""
+        for group in self._own_groups:
+            dist.destroy_process_group(group)
 
 
 class _Watched(PendingReduction):
@@ -128,7 +134,11 @@ def make_sender(
     if len(policies.replica_groups[0]) == 1:
         return None
     # Groups of its own: what a failed rank leaves unanswered must not get mixed up with other messages.
-    groups = {ranks: new_group(ranks) for ranks in policies.replica_groups}
+    groups = {
+        ranks: (new_group(ranks), make_second_group(communication, [ranks])) for ranks in policies.replica_groups
+    }
     # Several where other nodes have more ranks that share the work.
-    mine = [make_reduction(communication, group) for ranks, group in groups.items() if rank in ranks]
-    return SharedPart(mine, len(policies.replica_groups), raise_if_another_failed)
+    mine = [made for ranks, made in groups.items() if rank in ranks]
+    reductions = [make_reduction(communication, *made) for made in mine]
+    own_groups = [group for made in mine for group in made if group is not None]
+    return SharedPart(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)

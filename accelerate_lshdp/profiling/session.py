@@ -179,6 +179,7 @@ class _Run:
         profile = replace(profile, measured_seconds=max(self._gather(self._spent())))
         if self._sender is not None:
             self._sender.close()
+            self._sender = None  # gloo's threads end with the last reference
         return profile
 
     @property

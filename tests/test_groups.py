@@ -1,0 +1,68 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Process groups: shared by what trains in a world, and gone after what was only measured."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from accelerate_lshdp.benchmarking.formats import measure_format
+from accelerate_lshdp.benchmarking.message_delay import message_delay_seconds
+from accelerate_lshdp.benchmarking.overheads import inside_seconds_per_byte
+from accelerate_lshdp.engine.groups import ProcessGroups, momentary_group
+
+
+def ask_twice() -> tuple[bool, bool, bool, int]:
+    """Whether a second one knows the first one's group; whether it is another after forgetting; whether both sum."""
+    nodes, rank = [(0, 1), (2,)], dist.get_rank()
+    first, again = (ProcessGroups().of_partition(nodes, rank) for _ in range(2))
+    ProcessGroups.forget()
+    other = ProcessGroups().of_partition(nodes, rank)
+    sums = []
+    for group in (first, other):
+        value = torch.tensor(float(rank + 1))
+        dist.all_reduce(value, group=group)
+        sums.append(value.item())
+    return again is first, other is first, sums[0] == sums[1], int(sums[0])
+
+
+def test_groups_are_shared_until_they_are_forgotten(workers):
+    assert workers(3).run(ask_twice) == [(True, False, True, total) for total in (3, 3, 3)]
+
+
+def test_a_new_world_has_new_groups() -> None:
+    kept = []
+    for _ in range(2):
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            ProcessGroups._made_in[dist.group.WORLD] = {(0, 7): len(kept)}
+            kept.append(dict(ProcessGroups._made_in[dist.group.WORLD]))
+        finally:
+            dist.destroy_process_group()
+        gc.collect()
+        assert not ProcessGroups._made_in
+
+
+def count_groups(what: str) -> tuple[int, int]:
+    """Groups before and after something is measured."""
+    before = len(_world.pg_map)
+    if what == "delay":
+        message_delay_seconds(1000, [(0, 1, 2)])
+    elif what == "inside":
+        inside_seconds_per_byte(1000, [(0, 1), (2,)])
+    elif what == "nothing":
+        with momentary_group([(0, 2), (1,)]) as group:
+            assert group.size() == (1 if dist.get_rank() == 1 else 2)
+    else:
+        measure_format(what, [torch.Size((64, 64))])
+    return before, len(_world.pg_map)
+
+
+@pytest.mark.parametrize("what", ["nothing", "delay", "inside", "fp32", "int8", "powersgd"])
+def test_measuring_leaves_no_groups(workers, what):
+    for before, after in workers(3).run(count_groups, what):
+        assert after == before
