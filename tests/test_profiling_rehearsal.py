@@ -195,7 +195,7 @@ class BusyReduction(ExactReduction):
 
 def measured_load(strategy: str) -> tuple[float, int, float]:
     """Communication load, number of buckets, and what the planner takes for it."""
-    rehearsal.make_reduction = lambda communication, group: BusyReduction(group)
+    rehearsal.make_reduction = lambda communication, group, second_group=None: BusyReduction(group)
     accelerator = LSHDPAccelerator()
     model = tiny_vit()
     loader = DataLoader(image_dataset(64), batch_size=4, collate_fn=collate)
@@ -256,7 +256,7 @@ class Until(PendingReduction):
 def load_of_limited_cpu_time(where: str) -> tuple[float, int]:
     """Communication load and number of buckets under a quota of half a core a rank, of which nobody keeps us."""
     BurningReduction.where = where
-    rehearsal.make_reduction = lambda communication, group: BurningReduction(group)
+    rehearsal.make_reduction = lambda communication, group, second_group=None: BurningReduction(group)
     session.cpu_quota = lambda: 0.5
     accelerator = LSHDPAccelerator()
     model = tiny_vit()
