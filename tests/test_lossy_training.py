@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import int8_reduction
+from accelerate_lshdp.engine import int8_reduction, two_message_reduction
 from accelerate_lshdp.engine.collectives import OrderedReductions
 from accelerate_lshdp.engine.reductions import wire_bytes
 from accelerate_lshdp.plan import Communication, PlanError
@@ -202,6 +203,32 @@ def fail_between_the_messages() -> tuple[str, bool]:
 
 def test_errors_of_the_thread_reach_the_rank(workers):
     assert workers(2).run(fail_between_the_messages) == [("no memory for the sum", True)] * 2
+
+
+class ArrivesLate:
+    """A message that arrives just after somebody lost patience with it; it may have failed."""
+
+    def __init__(self, failure: str | None) -> None:
+        self.failure = failure
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+    def wait(self, *timeout: timedelta) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+
+def test_a_message_that_arrives_when_patience_ends_has_arrived():
+    message = ArrivesLate(None)
+    two_message_reduction._Worker()._wait(message)
+    assert message.waits == 2
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        two_message_reduction._Worker()._wait(ArrivesLate("Connection closed by peer"))
 
 
 def profiled(dtype: str) -> tuple[int, int]:

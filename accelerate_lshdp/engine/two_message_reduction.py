@@ -198,8 +198,9 @@ class _Worker:
                 message.wait(_PATIENCE)
                 return
             except RuntimeError:
-                if message.is_completed():  # else only the patience is at its end
-                    raise
+                if message.is_completed():
+                    message.wait()  # which raises if the message has failed; else it arrived just after the patience
+                    return
         raise _Exiting
 
 
