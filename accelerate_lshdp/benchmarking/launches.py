@@ -4,9 +4,8 @@
 They import and build at full speed and meet the cluster's speeds and network only while something is measured.
 
 Plain PyTorch has processes of its own: this package binds its processes to cores and tunes their allocator, which the
-scripts that it is compared with do not. And DDP has others than FSDP2, which leaves the allocator in another state:
-torch DDP alone, as its users start it, took 1.36 to 1.40 s for a step of benchmarks/cluster_two_by_two.yaml, and 1.25
-to 1.33 s where torch HSDP had trained in the same processes, or with a high MALLOC_MMAP_THRESHOLD_.
+scripts that it is compared with do not. And DDP has others than FSDP2, which leaves the allocator in a state in which
+DDP is faster than alone, as its users start it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LoneRank:
             partners=partners,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
-            # Kept by the placement, so that placing the model on this rank needs no other rank.
+            # Kept for the world, so that placing the model on this rank needs no other rank.
             self._placement.groups.of_partition(self.policies.shard_groups, accelerator.process_index)
 
     def build(self, subject: Subject) -> None:
