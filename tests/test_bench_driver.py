@@ -17,7 +17,7 @@ from accelerate_lshdp.benchmarking.launches import ENGINE, PLAIN_DDP, PLAIN_FSDP
 from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
-from accelerate_lshdp.benchmarking.speed_check import Speed
+from accelerate_lshdp.benchmarking.speed_check import CheckedRank, Speed
 from accelerate_lshdp.emulated_cluster import NetworkDescription
 from accelerate_lshdp.reporting import read_results
 
@@ -265,7 +265,9 @@ class KnowsTheSpeed:
 def test_speeds_are_checked_around_every_turn_and_predictions_follow_them() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     # In its second network the machine is half as fast.
-    launch._check_speed = lambda sizes, is_peer: (sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(
+        sizes[0] * 0.1 if launch.network == "1000" else 0.8, 0.1, 0.1
+    )
     results = [measurement.to_dict() for measurement in checked_benchmark(launch).run()]
     turns = [method for method, _ in launch.calls if method in ("check_speed", "train")]
     # Three cases have turns, in each a step that does not count before the others. Rounds begin with another case.
@@ -303,13 +305,13 @@ def checked_benchmark(launch: PretendedLaunch, **changes: Any) -> ClusterBenchma
 def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_its_kind() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     told = iter([0.4, 0.8, 1.2, 1.6, 2.0] * 6)
-    launch._check_speed = lambda sizes, is_peer: (next(told), 0.1 if is_peer else None)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(next(told), 0.1 if is_peer else None, 0.1)
     benchmark = checked_benchmark(launch)
     first, second, third = [m for m in benchmark.measurements if m.network == benchmark.measurements[0].network]
     benchmark._knowledge = KnowsTheSpeed()
     benchmark._take_turn = lambda launch, measurement: None
     benchmark._take_turns(launch.with_crews((ENGINE, PLAIN_DDP)), [first, second, third])
-    seconds = {name: [check[0] for check in checks] for name, checks in benchmark._checks.items()}
+    seconds = {name: [check[0][:2] for check in checks] for name, checks in benchmark._checks.items()}
     assert first.case.is_peer and not second.case.is_peer
     assert seconds == {
         first.name: [(0.4, 0.1), (0.8, 0.1)],
@@ -325,10 +327,14 @@ def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_i
 def test_what_is_usual_of_ranks_is_told_by_checks_in_the_same_processes_on_the_same_network(interleaved: bool) -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
     benchmark = checked_benchmark(launch, interleaved=interleaved)
-    before, between, after = ([(seconds, None)] * 2 for seconds in (0.4, 0.5, 0.6))
+    before, between, after = ([CheckedRank(seconds, None, 0.1)] * 2 for seconds in (0.4, 0.5, 0.6))
     peer, second, third, *others = sorted(benchmark.measurements, key=lambda m: m.bits_per_second)
-    benchmark._checks |= {peer.name: [[(1.0, 0.1)] * 2], second.name: [before, between], third.name: [between, after]}
-    benchmark._checks |= {other.name: [[(2.0, None)] * 2] for other in others}
+    benchmark._checks |= {
+        peer.name: [[CheckedRank(1.0, 0.1, 0.1)] * 2],
+        second.name: [before, between],
+        third.name: [between, after],
+    }
+    benchmark._checks |= {other.name: [[CheckedRank(2.0, None, 0.1)] * 2] for other in others}
     assert benchmark._checks_among(second) == ([before, between, after] if interleaved else [before, between])
 
 
@@ -338,7 +344,7 @@ def test_a_case_that_has_failed_has_no_more_checks() -> None:
             raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
 
     launch = PretendedLaunch(lambda name, network: 1.0, fail)
-    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(0.4, None, 0.1)
     benchmark = checked_benchmark(launch)
     counts = {m.case.label: len(benchmark._checks[m.name]) for m in benchmark.run()}
     # The failed one had one check, before its first turn; that of the engine goes on with the one that follows it.
@@ -352,7 +358,7 @@ def test_a_case_whose_step_fails_has_that_error_and_no_other_has_one(interleaved
             raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
 
     launch = PretendedLaunch(lambda name, network: 1.0, fail)
-    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(0.4, None, 0.1)
     results = {r["label"]: r for r in (m.to_dict() for m in checked_benchmark(launch, interleaved=interleaved).run())}
     assert "MemoryError" in results["ddp fp32"]["error"] and "lost" not in results["ddp fp32"]["error"]
     assert results["lsdp fp32"]["error"] is None and results["lsdp fp32"]["slowdown"] == 1.0
@@ -388,7 +394,7 @@ def test_without_turns_there_are_processes_to_learn_from_and_no_others(peers: li
 
 def test_speed_is_checked_in_the_processes_that_train_before_and_after() -> None:
     launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
-    launch._check_speed = lambda sizes, is_peer: (0.4, 0.1 if is_peer else None)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(0.4, 0.1 if is_peer else None, 0.1)
     strategies = ["torch_ddp", "torch_fsdp", "torch_hsdp", "lsdp"]
     benchmark = checked_benchmark(launch, strategies=strategies, rounds=1, networks=DOCUMENT["networks"][:1])
     assert [measurement.error for measurement in benchmark.run()] == [None] * 4
@@ -408,7 +414,7 @@ def test_after_a_failed_turn_the_others_do_not_use_its_groups() -> None:
             raise RankError("rank 1 raised in train: MemoryError", ranks_usable=True)
 
     launch = PretendedLaunch(lambda name, network: 1.0, fail)
-    launch._check_speed = lambda sizes, is_peer: (0.4, None)
+    launch._check_speed = lambda sizes, is_peer: CheckedRank(0.4, None, 0.1)
     launch._forget_groups = lambda: forgotten.append(launch.calls[-2][0])
     results = [measurement.to_dict() for measurement in checked_benchmark(launch, profile_seconds=0).run()]
     assert [result["error"] is None for result in results] == [True, True, False] * 2

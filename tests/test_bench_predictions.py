@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from accelerate_lshdp.benchmarking import planned
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.benchmarking.planned import GOODPUT, Format, Knowledge, Overheads
-from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
+from accelerate_lshdp.benchmarking.speed_check import CheckedRank, Speed, speed_of
 from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
 from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
@@ -21,7 +22,7 @@ from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Netw
 
 OPTIMIZER_SECONDS = 0.25
 PLAIN_OPTIMIZER_SECONDS = 0.75
-AS_PROFILED = Speed((1.0, 1.0), (PLAIN_OPTIMIZER_SECONDS, PLAIN_OPTIMIZER_SECONDS))
+AS_PROFILED = Speed((1.0, 1.0), (PLAIN_OPTIMIZER_SECONDS, PLAIN_OPTIMIZER_SECONDS), (1.0, 1.0))
 
 
 def a_rank(number: int, seconds_per_sample: float) -> MeasuredRank:
@@ -93,6 +94,22 @@ def test_a_step_is_computing_at_the_speed_of_the_check_and_the_optimizer(strateg
     assert predicted(strategy, uneven) == pytest.approx(4 * 0.4 + own, abs=1e-3)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "torch_ddp"])
+def test_the_last_rank_that_computes_gets_all_of_its_quota(strategy: str) -> None:
+    """The two nodes want 1.5 cores, and got 1.4 while both computed: for 0.4 s, then the second one for 0.4 s.
+
+    In FSDP that is so in each unit.
+    """
+    known = knowledge(nodes=(NodeDescription(1.0), NodeDescription(0.5)))
+    crowded = replace(AS_PROFILED, cores=(1.0, 0.4))
+    # What is left over of a quota's period does not matter here.
+    others = (planned, "QUOTA_PERIOD_SECONDS", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*others)
+        gained = predicted(strategy, replace(crowded, cores=(0.0, 0.0)), known) - predicted(strategy, crowded, known)
+    assert gained == pytest.approx(0.4 * (1 - 0.4 / 0.5), rel=0.02)
+
+
 def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:
     nodes = (NodeDescription(1.0, ranks=2),)
     known = knowledge(nodes=nodes, formats={"fp32": Format(4000, Handling(seconds_per_byte=1e-5))})
@@ -143,23 +160,30 @@ def test_messages_cost_as_much_more_as_rehearsed_steps_show_on_ranks_without_fre
 
 
 def test_the_machine_is_as_fast_as_its_ranks_on_average() -> None:
-    checks = [[(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]] * 2
-    checks += [[(0.6, 0.1), (1.0, 0.3), (9.0, 9.0)], [(0.5, 0.1), (1.0, 0.3), (0.25, 0.2)]]
+    quiet = [CheckedRank(0.5, 0.1, 0.4), CheckedRank(1.0, 0.3, 0.5), CheckedRank(0.25, 0.2, 0.0)]
+    checks = [
+        quiet,
+        quiet,
+        [CheckedRank(0.6, 0.1, 0.6), CheckedRank(1.0, 0.3, 0.9), CheckedRank(9.0, 9.0, 9.0)],
+        quiet,
+    ]
     speed = speed_of(checks, checks, [0.5, 0.5, 0.5], [2, 1])
     assert speed.slowdowns == pytest.approx((1, 2, 0.5))
     assert speed.slowdown == pytest.approx((1 + 2 + 0.5) / 3)
     assert speed.optimizer_seconds == pytest.approx((0.2, 0.2, 0.2))
+    assert speed.cores == pytest.approx((0.8, 0.5, 0.0))
     # The engine's processes take no optimizer's step.
-    unstepped = [[(0.5, None)] * 3]
+    unstepped = [[CheckedRank(0.5, None, 0.5)] * 3]
     assert speed_of(unstepped, unstepped, [0.5, 0.5, 0.5], [2, 1]).optimizer_seconds == (0.0, 0.0, 0.0)
 
 
 def test_what_is_usual_of_a_rank_shows_in_the_checks_of_all_cases() -> None:
     """Chance that hits one rank while a case takes its turns is the machine's, not the rank's."""
-    usual = [[(0.4, 0.1), (1.0, 0.1)]] * 7
-    own = [[(0.8, 0.1), (1.0, 0.1)]] * 2
+    usual = [[CheckedRank(0.4, 0.1, 0.2), CheckedRank(1.0, 0.1, 0.9)]] * 7
+    own = [[CheckedRank(0.8, 0.1, 0.8), CheckedRank(1.0, 0.1, 0.1)]] * 2
     speed = speed_of(own, own + usual, [0.5, 0.5], [1, 1])
     assert speed.slowdowns == pytest.approx((1.5 * 0.4 / 0.5, 1.5 * 1.0 / 0.5))
+    assert speed.cores == pytest.approx((0.5, 0.9))
 
 
 def test_a_check_takes_the_micro_batches_of_the_plan_if_any_case_does_else_equal_ones() -> None:

@@ -269,7 +269,7 @@ class ClusterBenchmark:
         checks = self._checks[measurement.name]
         if not checks and measurement.case.is_peer:
             return
-        speed = Speed((1.0,) * self._ranks, (0.0,) * self._ranks)
+        speed = Speed((1.0,) * self._ranks, (0.0,) * self._ranks, (0.0,) * self._ranks)
         if checks:
             speed = speed_of(checks, self._checks_among(measurement), expected, measurement.nodes)
         measurement.slowdown = speed.slowdown if checks else None

@@ -139,14 +139,15 @@ class Knowledge:
                 seconds_per_unit=overheads.seconds_per_unit,
                 inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
-        slowdowns = iter(speed.slowdowns)
-        cores_of_rank = os.cpu_count() / sum(node.ranks for node in self.nodes)  # the nodes share this machine
+        slowdowns, cores = iter(speed.slowdowns), iter(speed.cores)
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
             handling=tuple(handling.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes),
             processors=tuple(
-                Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, node.ranks * cores_of_rank)
+                Processors.under_quota(
+                    node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, os.cpu_count(), sum(islice(cores, node.ranks))
+                )
                 for node in self.nodes
             ),
             shared_memory=self.shared_memory and not case.is_peer,

@@ -24,6 +24,7 @@ from torch import nn
 
 from accelerate_lshdp.benchmarking import models, peers, samples
 from accelerate_lshdp.benchmarking.rank_processes import serve
+from accelerate_lshdp.benchmarking.speed_check import CheckedRank, SpeedCheck
 from accelerate_lshdp.benchmarking.timeline import Timeline
 
 
@@ -158,11 +159,9 @@ class Rank:
         batch = next(iter(DataLoader(self.samples, batch_size=1)))
         return seconds_per_unit(plain, peers.wrap("torch_fsdp", sharded, blocks, 1), len(blocks), batch)
 
-    def check_speed(self, *, sizes: list[int], is_peer: bool) -> tuple[float, float | None]:
+    def check_speed(self, *, sizes: list[int], is_peer: bool) -> CheckedRank:
         """A step of a plain model without communication; see `speed_check.SpeedCheck.run`."""
         if self.speed_check is None:
-            from accelerate_lshdp.benchmarking.speed_check import SpeedCheck
-
             model = self._model("speed check")
             optimizer = self._optimizer(model.parameters()) if is_peer else None
             self.speed_check = SpeedCheck(model, optimizer, self.samples, sizes[dist.get_rank()])

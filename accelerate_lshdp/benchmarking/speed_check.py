@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 
 if TYPE_CHECKING:
@@ -25,8 +25,22 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
-#: What each rank's `SpeedCheck.run` returned.
-Check = Sequence[tuple[float, float | None]]
+class CheckedRank(NamedTuple):
+    """What one check showed of one rank.
+
+    Args:
+        seconds: of forward and backward.
+        optimizer_seconds: of the optimizer's step, None: it was not taken.
+        cpu_seconds: of forward and backward, of all threads.
+    """
+
+    seconds: float
+    optimizer_seconds: float | None
+    cpu_seconds: float
+
+
+#: One of all ranks.
+Check = Sequence[CheckedRank]
 
 
 class SpeedCheck:
@@ -47,21 +61,21 @@ class SpeedCheck:
         self._sample, self._batch = (next(iter(DataLoader(samples, batch_size=size))) for size in (1, size))
         self.run()  # the first one makes gradients and the optimizer's state
 
-    def run(self) -> tuple[float, float | None]:
-        """Wall seconds of forward and backward and, if it was taken, of the optimizer's step.
+    def run(self) -> CheckedRank:
+        """A micro-batch.
 
         A sample goes first: what came first after a case's steps took up to half as long again as what followed.
         """
         self._model(**self._sample).loss.backward()
         self._model.zero_grad()
-        begun = time.perf_counter()
+        begun, cpu_begun = time.perf_counter(), time.process_time()
         self._model(**self._batch).loss.backward()
-        computed, stepped = time.perf_counter(), None
+        computed, cpu_seconds, stepped = time.perf_counter(), time.process_time() - cpu_begun, None
         if self._optimizer is not None:
             self._optimizer.step()
             stepped = time.perf_counter() - computed
         self._model.zero_grad()
-        return computed - begun, stepped
+        return CheckedRank(computed - begun, stepped, cpu_seconds)
 
 
 @dataclass(frozen=True)
@@ -71,10 +85,12 @@ class Speed:
     Args:
         slowdowns: seconds of a micro-batch over those of the profile.
         optimizer_seconds: of an optimizer step; 0 where it was not taken.
+        cores: CPU seconds per second that it got while all of them computed; 0: not known.
     """
 
     slowdowns: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
+    cores: tuple[float, ...]
 
     @property
     def slowdown(self) -> float:
@@ -97,12 +113,14 @@ def speed_of(
         nodes: ranks on each node, which share its processors as chance has it: for the optimizer each takes their
             mean.
     """
-    usual = [median(check[rank][0] for check in among) for rank in range(len(expected))]
-    machine = mean(median(check[rank][0] for check in checks) / seconds for rank, seconds in enumerate(usual))
+    own, of_all = list(zip(*checks, strict=True)), list(zip(*among, strict=True))  # by rank
+    usual = [median(check.seconds for check in rank) for rank in of_all]
+    machine = mean(median(check.seconds for check in rank) / usually for rank, usually in zip(own, usual, strict=True))
     slowdowns = tuple(machine * seconds / profiled for seconds, profiled in zip(usual, expected, strict=True))
     steps = iter(
-        median([check[rank][1] for check in checks if check[rank][1] is not None] or [0.0])
-        for rank in range(len(expected))
+        median([check.optimizer_seconds for check in rank if check.optimizer_seconds is not None] or [0.0])
+        for rank in own
     )
     optimizer = tuple(seconds for count in nodes for seconds in [mean(islice(steps, count))] * count)
-    return Speed(slowdowns, optimizer)
+    cores = tuple(median(check.cpu_seconds / check.seconds for check in rank) for rank in of_all)
+    return Speed(slowdowns, optimizer, cores)

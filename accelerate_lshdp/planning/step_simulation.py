@@ -11,6 +11,9 @@ goes on with the rest. So a transfer is as fast as the slowest of: the wire, and
 
 Under a CPU quota (a container's, an emulated node's) a node that waits for less than the quota's period loses nothing:
 it computes faster afterwards, until what it saved is used up.
+
+Nodes that are emulated on one machine may together want more than it has to give. Then each of them gets a bit less
+than its quota while all compute, and all of it while some wait; and those that compute share what there is beyond it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import numpy as np
 #: Of a node's processors, for a transfer beside computing: two threads that always have work get half of it each.
 _FAIR_SHARE = 0.5
 _NOTHING = 1e-9  # seconds
-_INTEGRATION_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,48 +37,53 @@ class Processors:
     Args:
         peak: how many times faster a rank is while nothing holds it back: 1 / 0.3 with a quota of 30 % of a core.
         period_seconds: of the quota; 0: there is none.
+        quota_cores: CPU seconds per second that the quota allows.
+        machine_cores: of the machine, if other nodes share it.
+        crowded_cores: what the node got of that machine while all nodes computed, as when curves were measured; 0: its
+            quota.
     """
 
     peak: float = 1.0
     period_seconds: float = 0.0
+    quota_cores: float = 1.0
+    machine_cores: float = math.inf
+    crowded_cores: float = 0.0
 
     @property
-    def credit_seconds(self) -> float:
-        """Of waiting that can be made up for later, on average.
+    def quota_speed(self) -> float:
+        """How many times faster a rank is while the machine has the whole quota for its node."""
+        return max(1.0, self.quota_cores / self.crowded_cores) if self.crowded_cores > 0 else 1.0
 
-        What is left of a quota is lost at the end of its period. With the quota f = 1 / peak and a period P, a node
-        that has waited until a time r before the end can use min(r, f P) of it instead of f r. The mean over all r is
-        f P (1 - f) / 2 more, which are P (1 - f) / 2 of its usual speed.
+    def peak_beside(self, nodes: int) -> float:
+        """The peak while so many nodes compute, this one included, and share the machine."""
+        return min(self.peak, max(1.0, self.machine_cores / max(1, nodes) / self.quota_cores))
+
+    def credit_seconds(self, nodes: int = 1) -> float:
+        """Of waiting that can be made up for later, on average, beside so many nodes that compute.
+
+        With the quota f = 1 / peak and a period P, a node that has waited until a time r before the period's end can
+        use min(r, f P) of it instead of f r. The mean over all r is f P (1 - f) / 2 more. And it ends computing while
+        its quota lasts, never while it is stopped: on average with half of a quota's time f P used, in which it did
+        what usually takes 1 / f times as long, P (1 - f) / 2 more than that. Together P (1 - f) of its usual speed.
         """
-        return self.period_seconds * (1 - 1 / self.peak) / 2
+        return self.period_seconds * (1 - 1 / self.peak_beside(nodes))
 
     @classmethod
     def under_quota(
-        cls, cores: float, ranks: int, period_seconds: float, available_cores: float = math.inf
+        cls,
+        cores: float,
+        ranks: int,
+        period_seconds: float,
+        machine_cores: float = math.inf,
+        crowded_cores: float = 0.0,
     ) -> Processors:
         """A node whose `ranks`, of one thread each, share a quota of so many cores.
 
         Args:
-            available_cores: what its quota could give it at most: its part of the machine that it shares with others.
+            machine_cores, crowded_cores: see the class.
         """
-        peak = max(1.0, min(ranks, available_cores) / cores)
-        return cls(peak, period_seconds if peak > 1 else 0.0)
-
-
-def held_back_seconds(processors: Sequence[Processors]) -> float:
-    """How long an exchange that all ranks wait for begins too late because quotas hold nodes back, on average.
-
-    A node with the quota f of what it could use (f = 1 / peak) that has just computed has used up its quota with the
-    probability 1 - f, and then waits for the rest of the period P, all waits from 0 to (1 - f) P being equally likely:
-    it is ready within x with the probability min(1, f + x / P). Everybody waits for the last of the nodes, so the
-    mean is the integral of 1 - prod_i min(1, f_i + x / P) over x.
-    """
-    period = max((node.period_seconds for node in processors), default=0.0)
-    if period == 0.0:
-        return 0.0
-    parts = (np.arange(_INTEGRATION_STEPS) + 0.5) / _INTEGRATION_STEPS
-    ready = np.prod([np.minimum(1.0, 1 / node.peak + parts) for node in processors], axis=0)
-    return float(period * np.mean(1 - ready))
+        peak = max(1.0, min(ranks, machine_cores) / cores)
+        return cls(peak, period_seconds if peak > 1 else 0.0, cores, machine_cores, crowded_cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +167,14 @@ class _Player:
         self.transfers = transfers
         self.loads = [np.asarray(transfer.load_seconds, dtype=float) for transfer in transfers]
         processors = processors or [Processors()] * count
-        self.peak = np.array([node.peak for node in processors])
-        self.most_credit = np.array([node.credit_seconds for node in processors])
+        self.quota_speed = np.array([node.quota_speed for node in processors])
+        self.quota_cores = np.array([node.quota_cores for node in processors])
+        self.crowd_cores = sum(node.crowded_cores for node in processors)
+        # By the number of nodes that compute: each node's peak, and the credit that it can use then.
+        beside = range(count + 1)
+        self.peaks = np.array([[node.peak_beside(nodes) for node in processors] for nodes in beside])
+        self.credits = np.array([[node.credit_seconds(nodes) for node in processors] for nodes in beside])
+        self.most_credit = self.credits[0]
         self.credit = np.zeros(count)  # seconds of a node's processors that it has saved
 
     def play(self) -> PlayedStep:
@@ -175,22 +188,22 @@ class _Player:
             moves = turn < len(self.transfers) and place.min() > self.transfers[turn].after
             if not moves and not computes.any():
                 raise ValueError("found segments and transfers that wait for each other: no order can end them")
-            rate = self._transfer_rate(turn, computes) if moves else 0.0
+            self._see_who(computes)
+            rate = self._transfer_rate(turn) if moves else 0.0
             if math.isinf(rate):
                 turn, left_of_transfer = turn + 1, 1.0
                 continue
             used = rate * self.loads[turn] if moves else np.zeros(len(self.peak))
-            speeds, saving = self._speeds(computes, used)
+            speeds, saving = self._speeds(used)
             active = ranks[computes]
             times = left_of_segment[place[active], active] / speeds[active]
-            spending = saving < -_NOTHING
-            until_spent = self.credit[spending & (self.credit > 0)] / -saving[spending & (self.credit > 0)]
+            spending = (saving < -_NOTHING) & (self.usable > 0)
+            until_spent = self.usable[spending] / -saving[spending]
             until_moved = [left_of_transfer / rate] if moves else []
             elapsed = min([*times, *until_spent, *until_moved])
             now += elapsed
             busy[active] += elapsed
             self.credit = np.clip(self.credit + saving * elapsed, 0.0, self.most_credit)
-            self.credit[self.credit < _NOTHING] = 0.0
             left_of_segment[place[active], active] -= elapsed * speeds[active]
             # What is next ends exactly, whatever rounding left of it: otherwise time might stand still.
             place[active[times <= elapsed]] += 1
@@ -200,24 +213,31 @@ class _Player:
                     turn, left_of_transfer = turn + 1, 1.0
         return PlayedStep(now, tuple(busy.tolist()))
 
-    def _computing(self, computes: np.ndarray) -> np.ndarray:
-        """How many ranks of each node compute."""
-        return np.bincount(self.node[computes], minlength=len(self.peak))
+    def _see_who(self, computes: np.ndarray) -> None:
+        """What follows for each node from which ranks compute."""
+        self.computing = np.bincount(self.node[computes], minlength=len(self.quota_speed))  # of its ranks
+        nodes = np.count_nonzero(self.computing)
+        is_crowded = self.quota_cores[self.computing > 0].sum() > self.crowd_cores
+        self.full = np.ones(len(self.quota_speed)) if is_crowded else self.quota_speed
+        self.peak = np.maximum(self.full, self.peaks[nodes])
+        # What a node cannot use beside so many others is left for later, when there are fewer.
+        self.usable = self.credit - (self.most_credit - self.credits[nodes])
+        self.usable[self.usable < _NOTHING] = 0.0
 
-    def _transfer_rate(self, turn: int, computes: np.ndarray) -> float:
+    def _transfer_rate(self, turn: int) -> float:
         """The part of a transfer that is done in a second."""
-        free = np.where(self._computing(computes) > 0, _FAIR_SHARE, 1.0)
-        free = np.where(self.credit > 0, free * self.peak, free)
+        free = np.where(self.computing > 0, _FAIR_SHARE, 1.0)
+        free = free * np.where(self.usable > 0, self.peak, self.full)
         # A node that has saved quota is not stopped.
-        held_back = computes.any() and not (self.credit[self.node[computes]] > 0).all()
+        held_back = ((self.computing > 0) & (self.usable == 0)).any()
         transfer = self.transfers[turn]
         wire_seconds = transfer.wire_seconds + (transfer.held_back_seconds if held_back else 0.0)
         seconds = max(wire_seconds, float((self.loads[turn] / free).max(initial=0.0)))
         return 1 / seconds if seconds > 0 else math.inf
 
-    def _speeds(self, computes: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _speeds(self, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each rank, how fast it computes; of each node, how fast it saves processor time."""
-        part = self._computing(computes) / self.ranks_of_node
-        left = np.where(self.credit > 0, self.peak, 1.0) - used
+        part = self.computing / self.ranks_of_node
+        left = np.where(self.usable > 0, self.peak, self.full) - used
         speed = np.minimum(self.peak, left / np.maximum(part, _NOTHING))
-        return speed[self.node], 1.0 - used - part * speed
+        return speed[self.node], self.full - used - part * speed

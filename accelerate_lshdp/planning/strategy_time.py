@@ -22,7 +22,7 @@ import numpy as np
 from accelerate_lshdp.planning.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Collective, Exchange
-from accelerate_lshdp.planning.step_simulation import Segment, Transfer, held_back_seconds, play_step
+from accelerate_lshdp.planning.step_simulation import Segment, Transfer, play_step
 from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
 
 
@@ -215,13 +215,12 @@ class _StepWriter:
         self.exchanges.append(exchange)
         inside = np.array(exchange.inside_bytes or (0.0,) * len(self.nodes))
         loads = self._loads(np.array(exchange.handled_bytes) - inside)
-        # What all wait for begins when the last node goes on; beside computing each message may wait for a processor.
-        held_back = held_back_seconds(self.cluster.processors) if self.blocks else 0.0
+        # Beside computing each message may wait for a processor.
         beside = 0.0 if self.blocks else exchange.rounds * self.cluster.message_delay_seconds
         between, within = exchange.seconds(self.cluster.link), self._seconds_within(exchange)
         # In one stage both links are used at the same time.
         wire = between if inside.any() else max(between, within)
-        seconds = held_back + self._copy_seconds(payload) + wire
+        seconds = self._copy_seconds(payload) + wire
         self.transfers.append(Transfer(seconds, loads, after, beside))
         if inside.any():
             self.transfers.append(Transfer(within, self._loads(inside, inside=True), after))
