@@ -85,8 +85,13 @@ def global_batches(setting: Setting, total: int) -> tuple[int, list[list[int]]]:
     return count, batches * setting.epochs
 
 
-def train(setting: Setting) -> tuple[float, float]:
-    """Runs on every rank; returns the errors of the first gradient and of the final parameters."""
+def train(setting: Setting, **options) -> tuple[float, float]:
+    """Runs on every rank; returns the errors of the first gradient and of the final parameters.
+
+    Args:
+        setting: what is trained.
+        **options: of the accelerator.
+    """
     case = CASES[setting.model]
     dtype = getattr(torch, setting.dtype)
     plan = plan_of(setting)
@@ -94,6 +99,7 @@ def train(setting: Setting) -> tuple[float, float]:
         plan=plan,
         lsdp_plugin=LSDPPlugin(loss_weighting=case.weighting, token_counter=None),
         gradient_accumulation_steps=setting.own_accumulation,
+        **options,
     )
     count, batches = global_batches(setting, plan.total_batch_size)
     model = freeze(case.model(seed=accelerator.process_index).to(dtype), setting.frozen)
@@ -118,7 +124,8 @@ def train(setting: Setting) -> tuple[float, float]:
                         accelerator.clip_grad_value_(model.parameters(), setting.clip_value)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=setting.set_to_none)
-    parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
+    first = {name: gradient.cpu() for name, gradient in first.items()}
+    parameters = {name: full(parameter).cpu() for name, parameter in model.named_parameters()}
     reference = reference_run(
         setting.model,
         dtype,

@@ -51,7 +51,7 @@ def forget_meshes() -> None:
         return
     redistribute.clear_redistribute_planner_cache()
     redistribute._gen_transform_infos.cache_clear()
-    importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+    importlib.import_module("torch.distributed.tensor.debug")._clear_python_sharding_prop_cache()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
+from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups, reduce_unused_parameters
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -135,7 +136,7 @@ class ShardedModel(PreparedModel):
         units, index = [], 0
         for head in [*reversed(blocks), root]:
             unit = _Unit(head)
-            for group in head._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(head):
                 for fsdp_param in group.fsdp_params:
                     if fsdp_param.sharded_param.requires_grad:
                         unit.fsdp_params.append(fsdp_param)
@@ -157,7 +158,7 @@ class ShardedModel(PreparedModel):
                 module.set_custom_all_gather(all_gather)
                 module.set_custom_reduce_scatter(reduce_scatter)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
-        self.module.set_reduce_scatter_unused_params(True)
+        reduce_unused_parameters(self.module)
         # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
         stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
         for number, unit in enumerate(self._units):
@@ -353,10 +354,10 @@ class ShardedModel(PreparedModel):
             self._reductions.reset()
         if self.module._get_fsdp_state()._is_root is None:
             return  # it never had a forward, and FSDP2 has no state to reset before that
-        self.module.reset_iter_state()
+        forget_iteration(self.module)
         # What FSDP2 forgets to reset: the whole gradients of units that the backward did not complete.
         for module in self._fsdp_modules():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(module):
                 for fsdp_param in group.fsdp_params:
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
@@ -364,12 +365,7 @@ class ShardedModel(PreparedModel):
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
-    """A DTensor with the parameter's layout around this rank's piece."""
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    """A DTensor with the parameter's layout and this rank's piece, beside the parameter: offloaded, if that is."""
+    whole = torch.empty_like(parameter, requires_grad=False)  # `from_local` moves to the device of the mesh
+    whole.to_local().copy_(local)
+    return whole
