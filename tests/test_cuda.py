@@ -45,7 +45,8 @@ def test_training_on_a_gpu_equals_one_process_on_the_cpu(setting: Setting) -> No
     check(errors, setting.dtype)
 
 
-def test_a_gpu_is_profiled_planned_for_and_trained_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["lsdp", "ddp"])
+def test_a_gpu_is_profiled_planned_for_and_trained_on(tmp_path: Path, strategy: str) -> None:
     recipe = [TESTS.parent / "recipes" / "vit_image_classification.py", "--output_dir", tmp_path / "vit"]
 
     def run(*arguments: object) -> None:
@@ -53,7 +54,8 @@ def test_a_gpu_is_profiled_planned_for_and_trained_on(tmp_path: Path) -> None:
         ended = launch(command, 0, env=ON_A_GPU, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr + ended.stdout
 
-    run("profile", "--nodes", 1, "--gpu", "--seconds", 8, "--total-batch-size", 64, *recipe)
+    options = ["--strategy", strategy, "--mixed-precision", "bf16"]
+    run("profile", "--nodes", 1, "--gpu", "--seconds", 8, "--total-batch-size", 64, *options, *recipe)
     (rank,) = json.loads((tmp_path / "lshdp_profile.json").read_text())["ranks"]
     assert rank["device"] == torch.cuda.get_device_name()
     assert 0 < rank["memory"]["bytes"][0] < rank["memory_limit_bytes"] <= torch.cuda.mem_get_info()[1]

@@ -110,7 +110,7 @@ class RankSession:
             raise
 
     def _first_steps(self) -> None:
-        self._train(self._samples.batch(1), synchronise=True)
+        self._train(self._rank.to_device(self._samples.batch(1)), synchronise=True)
         self._rank.step()
         self._restart_meter()
         # With state and gradients, without activations: what no micro-batch can do with less.
