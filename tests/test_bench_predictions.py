@@ -16,6 +16,7 @@ from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.plan_sections import Cluster, Node
 from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.planning.cluster_model import Handling, ModelSize
+from accelerate_lshdp.planning.step_simulation import Processors
 from accelerate_lshdp.profiling.documents import Profile
 from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
 
@@ -95,19 +96,28 @@ def test_a_step_is_computing_at_the_speed_of_the_check_and_the_optimizer(strateg
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "torch_ddp"])
-def test_the_last_rank_that_computes_gets_all_of_its_quota(strategy: str) -> None:
+def test_the_last_rank_that_computes_gets_all_of_its_quota(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two nodes want 1.5 cores, and got 1.4 while both computed: for 0.4 s, then the second one for 0.4 s.
 
     In FSDP that is so in each unit.
     """
     known = knowledge(nodes=(NodeDescription(1.0), NodeDescription(0.5)))
     crowded = replace(AS_PROFILED, cores=(1.0, 0.4))
-    # What is left over of a quota's period does not matter here.
-    others = (planned, "QUOTA_PERIOD_SECONDS", 0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*others)
-        gained = predicted(strategy, replace(crowded, cores=(0.0, 0.0)), known) - predicted(strategy, crowded, known)
-    assert gained == pytest.approx(0.4 * (1 - 0.4 / 0.5), rel=0.02)
+    monkeypatch.setattr(planned, "QUOTA_PERIOD_SECONDS", 0.0)  # what is left over of a period does not matter here
+
+    def gained(machine: int) -> float:
+        monkeypatch.setattr(planned.os, "cpu_count", lambda: machine)
+        return predicted(strategy, replace(crowded, cores=(0.0, 0.0)), known) - predicted(strategy, crowded, known)
+
+    assert gained(machine=1) == pytest.approx(0.4 * (1 - 0.4 / 0.5), rel=0.02)
+    # A machine that has enough for both gives what they get for other reasons.
+    assert gained(machine=2) == 0
+
+
+def test_ranks_that_sleep_have_no_quota() -> None:
+    nodes = (NodeDescription(1.0), NodeDescription(0.5))
+    sleeping = knowledge(nodes=nodes, emulated_by_sleeping=True)
+    assert sleeping._processors(AS_PROFILED) == (Processors(), Processors())
 
 
 def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:

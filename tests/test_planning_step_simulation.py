@@ -128,7 +128,7 @@ def test_a_quota_gives_back_what_was_not_used() -> None:
     # At most half of the quota's period, on average.
     short = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 0.04)])
     assert short.seconds == pytest.approx(1.3 - 0.02)
-    assert Processors.under_quota(4.0, 2, 0.1) == Processors(1.0, 0.0, 4.0)
+    assert Processors.under_quota(4.0, 2, 0.1) == Processors(1.0, 0.0, 2.0)  # what its ranks can use
 
 
 def test_nodes_that_compute_share_a_machine() -> None:

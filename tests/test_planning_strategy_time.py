@@ -247,7 +247,7 @@ MEASURED = [
     ("lshdp", "fp32", 1e9, AT_1_GB, 1.611), ("lshdp", "fp32", 250e6, AT_250_MB, 3.549),
     ("lshdp", "bf16", 1e9, AT_1_GB, 1.471), ("lshdp", "bf16", 250e6, AT_250_MB, 2.123),
 ]  # fmt: skip
-#: What was measured of each rank before: seconds of some sizes, what sending adds, the optimizer step, fused and
+#: What was measured of each rank beside: seconds of some sizes, what sending adds, the optimizer step, fused and
 #: plain, and the cores that it got while all computed.
 CURVES = [
     ([4, 8, 22], [0.370, 0.709, 1.900]), ([4, 8, 15], [0.625, 1.206, 2.317]), ([4, 8, 9], [0.793, 1.553, 1.718]),
@@ -284,8 +284,9 @@ def test_describes_steps_that_were_measured() -> None:
             message_delay_seconds=DELAYS[rate],
         )  # fmt: skip
         errors.append(abs(predicted.seconds / seconds - 1))
-    assert median(errors) <= 0.05
-    assert max(errors) <= 0.12
+    # Without what waiting nodes gain, or with half of it, or without the crowd, the largest is 8 to 16 %.
+    assert median(errors) <= 0.04
+    assert max(errors) <= 0.075
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

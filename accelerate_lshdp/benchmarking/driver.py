@@ -164,6 +164,7 @@ class ClusterBenchmark:
             shared_memory=launch.call("uses_shared_memory")[0],
             overheads=self._measure_overheads(launch, ENGINE),
             message_delay_seconds=delays,
+            emulated_by_sleeping=launch.sleeps,
             plain_overheads=(
                 self._measure_overheads(launch, PLAIN_FSDP2) if PLAIN_FSDP2 in launch.crews else Overheads()
             ),

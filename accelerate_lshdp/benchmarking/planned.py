@@ -74,6 +74,7 @@ class Knowledge:
         shared_memory: whether node-sharded strategies use shared memory inside nodes.
         overheads, plain_overheads: of this package's processes and of plain PyTorch's.
         message_delay_seconds: on each network, what a message takes longer while ranks compute (`message_delay`).
+        emulated_by_sleeping: ranks sleep to be slow, and no quota holds their nodes back.
     """
 
     nodes: Sequence[NodeDescription]
@@ -85,6 +86,7 @@ class Knowledge:
     overheads: Overheads = Overheads()
     plain_overheads: Overheads = Overheads()
     message_delay_seconds: Mapping[str, float] = field(default_factory=dict)
+    emulated_by_sleeping: bool = False
 
     def batches(self, case: Case, total: int, network: str) -> list[tuple[int, int]]:
         """The plan for a case: (micro-batch size, accumulation steps) of each rank.
@@ -139,17 +141,12 @@ class Knowledge:
                 seconds_per_unit=overheads.seconds_per_unit,
                 inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
-        slowdowns, cores = iter(speed.slowdowns), iter(speed.cores)
+        slowdowns = iter(speed.slowdowns)
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
             handling=tuple(handling.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes),
-            processors=tuple(
-                Processors.under_quota(
-                    node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, os.cpu_count(), sum(islice(cores, node.ranks))
-                )
-                for node in self.nodes
-            ),
+            processors=self._processors(speed),
             shared_memory=self.shared_memory and not case.is_peer,
             message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
         )
@@ -167,6 +164,18 @@ class Knowledge:
         # Ranks of the engine tell each other at the end of a backward what they measured: a small all-reduce.
         told = measured.all_reduce.latency_seconds if not case.is_peer and len(cluster.nodes) > 1 else 0.0
         return float(predicted.seconds + told)
+
+    def _processors(self, speed: Speed) -> tuple[Processors, ...]:
+        """Of each node: they share this machine, which may not have what all of them want together."""
+        if self.emulated_by_sleeping:
+            return tuple(Processors() for _ in self.nodes)
+        machine = os.cpu_count() or 1
+        is_crowded = sum(min(node.cpu, node.ranks) for node in self.nodes) >= machine
+        cores = iter(speed.cores if is_crowded else (0.0,) * len(speed.cores))
+        return tuple(
+            Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, machine, sum(islice(cores, node.ranks)))
+            for node in self.nodes
+        )
 
     def _profiles(self, case: Case, speed: Speed) -> list[RankProfile]:
         """The ranks at their speed, with the optimizer step that they do under a strategy.

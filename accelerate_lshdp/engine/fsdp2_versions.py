@@ -20,17 +20,14 @@ def param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def reduce_unused_parameters(root: FSDPModule) -> None:
-    """Parameters that this rank's backward did not use are reduced with the others, as zeros (torch 2.13 can do that).
+    """Parameters that this rank's backward did not use are reduced with the others, as zeros.
 
-    Other ranks send a gradient for them.
+    Other ranks send a gradient for them. torch 2.13 can do that, but for gradients in low precision that have been
+    accumulated in fp32: it has zeros in low precision beside those, and refuses.
     """
-    if hasattr(root, "set_reduce_scatter_unused_params"):
-        root.set_reduce_scatter_unused_params(True)
-        return
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in param_groups(module):
-                _fill_in_zeros(group)
+    groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in param_groups(module)]
+    for group in {id(group): group for group in groups}.values():  # modules may share one
+        _fill_in_zeros(group)
 
 
 def _fill_in_zeros(group: FSDPParamGroup) -> None:
@@ -38,11 +35,15 @@ def _fill_in_zeros(group: FSDPParamGroup) -> None:
 
     def post_backward(*unused: object) -> None:
         if group.reduce_grads:
-            for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)  # there is none before the first forward
-                has_gradient = whole is None or whole.grad is not None or not whole.requires_grad
-                if not has_gradient and parameter.unsharded_accumulated_grad is None:
-                    whole.grad = torch.zeros_like(whole)
+            # There is none before the first forward.
+            used = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+            accumulated = [parameter for parameter in used if parameter.unsharded_accumulated_grad is not None]
+            for parameter in used:
+                whole = parameter._unsharded_param
+                if whole.requires_grad and parameter.unsharded_accumulated_grad is None:
+                    whole.grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                    if accumulated:  # all that is reduced together has one precision
+                        parameter.to_accumulated_grad_if_needed()
         reduce(*unused)
 
     group.post_backward = post_backward

@@ -37,7 +37,7 @@ class Processors:
     Args:
         peak: how many times faster a rank is while nothing holds it back: 1 / 0.3 with a quota of 30 % of a core.
         period_seconds: of the quota; 0: there is none.
-        quota_cores: CPU seconds per second that the quota allows.
+        quota_cores: CPU seconds per second that the quota allows, and the node's ranks can use.
         machine_cores: of the machine, if other nodes share it.
         crowded_cores: what the node got of that machine while all nodes computed, as when curves were measured; 0: its
             quota.
@@ -83,7 +83,8 @@ class Processors:
             machine_cores, crowded_cores: see the class.
         """
         peak = max(1.0, min(ranks, machine_cores) / cores)
-        return cls(peak, period_seconds if peak > 1 else 0.0, cores, machine_cores, crowded_cores)
+        usable = min(cores, ranks, machine_cores)
+        return cls(peak, period_seconds if peak > 1 else 0.0, usable, machine_cores, crowded_cores)
 
 
 @dataclass(frozen=True, slots=True)
