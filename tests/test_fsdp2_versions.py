@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -12,10 +12,11 @@ import torch
 from exactness import full, prepared
 from test_model_shapes import Branching, Points, branching_reference, train_branching
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from training_cases import relative_error
 
 from accelerate_lshdp import LSDPPlugin, Plan
-from accelerate_lshdp.engine.fsdp2_versions import param_groups
+from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups
 
 
 NEWER = ("reset_iter_state",)
@@ -73,6 +74,10 @@ class Interrupted(Exception):
     pass
 
 
+def interrupt_forward(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    raise Interrupted
+
+
 def interrupt_backward(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
     def interrupt(gradient: torch.Tensor) -> None:
         raise Interrupted
@@ -80,8 +85,8 @@ def interrupt_backward(module: torch.nn.Module, inputs: tuple, output: torch.Ten
     output.register_hook(interrupt)
 
 
-def train_after_interruptions(strategy: str) -> dict:
-    """The same steps as `train_branching`, with a backward before each of them that is given up half-way."""
+def train_after_interruptions(strategy: str, interrupt: Callable) -> dict:
+    """The same steps as `train_branching`, with a try before each of them that is given up half-way."""
     with older_torch():
         plan = Plan.from_batch_sizes([4, 2], strategy=strategy, intra_node="collectives")
         accelerator, model, optimizer, loader = prepared(plan, Branching().double(), Points())
@@ -91,10 +96,14 @@ def train_after_interruptions(strategy: str) -> dict:
             def loss() -> torch.Tensor:
                 return model(batch["inputs"], accelerator.process_index == 0, False).square().mean()  # noqa: B023
 
-            in_the_middle = model.blocks[1].register_forward_hook(interrupt_backward)
+            in_the_middle = model.blocks[1][1].register_forward_hook(interrupt)
             with pytest.raises(Interrupted):
                 accelerator.backward(loss())
             in_the_middle.remove()
+            if interrupt is interrupt_forward:  # what a profile does when memory is used up
+                assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+                forget_iteration(model)
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
             optimizer.zero_grad()
             accelerator.backward(loss())
             optimizer.step()
@@ -102,10 +111,11 @@ def train_after_interruptions(strategy: str) -> dict:
         return {name: full(p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_backward])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
-def test_what_was_given_up_leaves_nothing_behind(workers, strategy: str) -> None:
+def test_what_was_given_up_leaves_nothing_behind(workers, strategy: str, interrupt: Callable) -> None:
     expected = branching_reference(skip_block=False)
-    for parameters in workers(2).run(train_after_interruptions, strategy, nodes=(2,)):
+    for parameters in workers(2).run(train_after_interruptions, strategy, interrupt, nodes=(2,)):
         assert relative_error(parameters, expected) <= 1e-12
 
 
