@@ -13,7 +13,8 @@ Under a CPU quota (a container's, an emulated node's) a node that waits for less
 it computes faster afterwards, until what it saved is used up.
 
 Nodes that are emulated on one machine may together want more than it has to give. Then each of them gets a bit less
-than its quota while all compute, and all of it while some wait; and those that compute share what there is beyond it.
+than its quota while all compute, and all of it while some wait; and those that compute share what there is beyond it:
+what a node has saved and cannot use beside so many others is left for when there are fewer.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class _Player:
                 left_of_transfer = 0.0 if until_moved[0] <= elapsed else left_of_transfer - rate * elapsed
                 if left_of_transfer <= 0:
                     turn, left_of_transfer = turn + 1, 1.0
-        return PlayedStep(now, tuple(busy.tolist()))
+        return PlayedStep(float(now), tuple(busy.tolist()))
 
     def _see_who(self, computes: np.ndarray) -> None:
         """What follows for each node from which ranks compute."""
