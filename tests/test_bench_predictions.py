@@ -114,6 +114,28 @@ def test_the_last_rank_that_computes_gets_all_of_its_quota(strategy: str, monkey
     assert gained(machine=2) == 0
 
 
+def test_a_format_makes_backwards_as_much_longer_as_it_costs_by_bytes_and_reductions() -> None:
+    """In full precision 16 reductions of 1 ms of CPU time each, and as much for their bytes, were rehearsed."""
+    known = knowledge()
+    buckets = (5_000_000,) * 16
+    ranks = [
+        replace(rank, communication_load_seconds=0.32, bucket_ready=rank.bucket_ready * len(buckets))
+        for rank in known.profile.ranks
+    ]
+    # A ring of two ranks sends every byte once.
+    exact, short = Handling(0.016 / 80e6, 0.001), Handling(0.016 / 80e6, 0.003)
+    formats = {"fp32": Format(80e6, exact), "int8": Format(20e6, short), "powersgd": Format(0.0, short)}
+    known = replace(known, profile=replace(known.profile, ranks=tuple(ranks), bucket_bytes=buckets), formats=formats)
+
+    def loads(name: str) -> list[float]:
+        return known._loads(Case("lsdp", communication_dtype=name), replace(AS_PROFILED, slowdowns=(1.0, 2.0)))
+
+    assert loads("fp32") == pytest.approx([0.32, 0.64])
+    assert loads("int8") == pytest.approx([0.32 * (4 + 48) / 32, 0.64 * (4 + 48) / 32])
+    # PowerSGD puts five of these buckets into one.
+    assert loads("powersgd") == pytest.approx([0.32 * 12 / 32, 0.64 * 12 / 32])
+
+
 def test_ranks_that_sleep_have_no_quota() -> None:
     nodes = (NodeDescription(1.0), NodeDescription(0.5))
     sleeping = knowledge(nodes=nodes, emulated_by_sleeping=True)

@@ -14,17 +14,23 @@ from accelerate_lshdp.profiling.handling import cpu_seconds_of, fit_handling
 
 
 class PretendedReduction(GradientReduction):
-    """Takes 1 ms and 2 ns a byte of CPU time; the first one of each size 5 s more."""
+    """Takes 1 ms and 2 ns a byte of CPU time; the first one of each size 5 s more.
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.seen: set[int] = set()
+    The clock counts what `late` exchanges in a row took with the one after them.
+    """
+
+    def __init__(self, late: int = 0) -> None:
+        self.now = self.uncounted = 0.0
+        self.seen: list[int] = []
+        self.late = late
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         assert shapes == [buffer.shape]
         self.now += 5.0 if index not in self.seen else 0.0
-        self.seen.add(index)
-        self.now += 1e-3 + 2e-9 * 4 * buffer.numel()
+        self.uncounted += 1e-3 + 2e-9 * 4 * buffer.numel()
+        if self.seen.count(index) % (self.late + 1) == 0:
+            self.now, self.uncounted = self.now + self.uncounted, 0.0
+        self.seen.append(index)
         return Done()
 
 
@@ -39,6 +45,12 @@ class Done(PendingReduction):
 def test_cpu_seconds_leave_the_first_exchange_out() -> None:
     reduction = PretendedReduction()
     points = cpu_seconds_of(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now)
+    assert points == [(4000, pytest.approx(1e-3 + 8e-6)), (4_000_000, pytest.approx(9e-3))]
+
+
+def test_what_the_clock_counts_late_is_not_lost() -> None:
+    reduction = PretendedReduction(late=2)
+    points = cpu_seconds_of(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now, repeats=15)
     assert points == [(4000, pytest.approx(1e-3 + 8e-6)), (4_000_000, pytest.approx(9e-3))]
 
 
@@ -59,6 +71,10 @@ def test_what_bytes_do_not_explain_is_conversion() -> None:
     exact = [(0, 0.0), (1000, 2e-6)]
     lossy = [(0, 0.0), (1000, 1.5e-6)]
     assert fit_handling(exact, [1, 1], lossy, 0.5).conversion_seconds_per_byte == pytest.approx(0.5e-9)
+    # What it takes whatever the size is its own.
+    fixed = fit_handling(exact, [1, 1], [(0, 3e-6), (1000, 4e-6)], 0.5)
+    assert fixed.seconds_per_collective == pytest.approx(3e-6)
+    assert fixed.seconds_per_byte == fit_handling(exact, [1, 1]).seconds_per_byte
     # Noise makes nothing negative.
     assert fit_handling(exact, [1, 1], [(0, 0.0), (1000, 0.5e-6)], 0.5).conversion_seconds_per_byte == 0
     assert fit_handling([(0, 3e-6), (1000, 2e-6)], [1, 1]).seconds_per_byte == 0

@@ -19,7 +19,7 @@ from accelerate_lshdp.planning.curves import RankProfile
 from accelerate_lshdp.planning.network import Link, ring_all_reduce
 from accelerate_lshdp.planning.step_simulation import Processors
 from accelerate_lshdp.planning.strategies import SharedBy, collectives_of, group_sizes, strategy_traits
-from accelerate_lshdp.planning.strategy_time import predict_step
+from accelerate_lshdp.planning.strategy_time import predict_step, reduction_bytes
 from accelerate_lshdp.profiling.documents import Profile
 from accelerate_lshdp.profiling.measured import Network
 
@@ -201,14 +201,15 @@ class Knowledge:
     def _loads(self, case: Case, speed: Speed) -> list[float]:
         """What sending adds to each rank's backward: as rehearsed in full precision, in proportion to its cost."""
         nodes = [node.ranks for node in self.nodes]
-        ring, count = ring_all_reduce(1.0, nodes), len(self.profile.bucket_bytes)
+        ring = ring_all_reduce(1.0, nodes)
 
-        def cost(format: Format) -> float:
+        def cost(name: str) -> float:
+            format, count = self.formats[name], len(reduction_bytes(self.profile.bucket_bytes, name))
             handled = max(ring.handled_bytes) / max(nodes) * format.wire_bytes
             return handled * format.handling.seconds_per_byte + count * format.handling.seconds_per_collective
 
-        exact = cost(self.formats[FULL_PRECISION])
-        share = cost(self.formats[case.communication_dtype]) / exact if exact > 0 else 1.0
+        exact = cost(FULL_PRECISION)
+        share = cost(case.communication_dtype) / exact if exact > 0 else 1.0
         loads = [rank.communication_load_seconds for rank in self.profile.ranks]
         return [share * slowdown * load for slowdown, load in zip(speed.slowdowns, loads, strict=True)]
 

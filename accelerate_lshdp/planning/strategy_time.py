@@ -120,6 +120,25 @@ def predict_step(
     return writer.play()
 
 
+def reduction_bytes(bucket_bytes: Sequence[float], communication_dtype: str) -> list[float]:
+    """Bytes of gradients in each reduction of a step, in fp32.
+
+    PowerSGD sends so little that the engine gives it few large buckets, of up to `BUCKET_BYTES`.
+
+    Args:
+        bucket_bytes: of the buckets in other formats, in the order in which they travel.
+        communication_dtype: the format.
+    """
+    if communication_dtype != "powersgd":
+        return list(bucket_bytes)
+    merged = [0.0]
+    for size in bucket_bytes:
+        if merged[-1] and merged[-1] + size > BUCKET_BYTES:
+            merged.append(0.0)
+        merged[-1] += size
+    return merged
+
+
 class _StepWriter:
     """Writes a step down as segments and transfers. Arrays have one entry a rank."""
 
@@ -297,8 +316,8 @@ class _StepWriter:
     def _pieces(self) -> list[float]:
         """Shares of the gradient in the order in which they travel: as measured, else as the engine would cut it."""
         if self.model.ready_bytes and not self.traits.is_plain:
-            pieces = [size / sum(self.model.ready_bytes) for size in self.model.ready_bytes]
-            return pieces if self.communication_dtype != "powersgd" else self._merged(pieces)
+            sizes = reduction_bytes(self.model.ready_bytes, self.communication_dtype)
+            return [size / sum(sizes) for size in sizes]
         if self.traits.shared_by is SharedBy.NODE:
             units = [*reversed(self.model.unit_bytes), self.model.root_bytes]
             return [unit / self.model.parameter_bytes for unit in units if unit > 0]
@@ -307,15 +326,6 @@ class _StepWriter:
         count = int(-(-(total - first) // (_TORCH_BUCKET if self.traits.is_plain else BUCKET_BYTES)))
         buckets = [first, *[(total - first) / max(1, count)] * count]
         return [bucket / total for bucket in buckets if bucket > 0]
-
-    def _merged(self, pieces: Sequence[float]) -> list[float]:
-        """As `BUCKET_BYTES` cut them: PowerSGD sends so little that the engine gives it few large buckets."""
-        merged = [0.0]
-        for piece in pieces:
-            if merged[-1] and (merged[-1] + piece) * self.model.gradient_bytes > BUCKET_BYTES:
-                merged.append(0.0)
-            merged[-1] += piece
-        return merged
 
     def write_overlapped(self) -> None:
         """Gradients travel between nodes while the backward goes on."""
