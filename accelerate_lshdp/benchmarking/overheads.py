@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median, quantiles
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,8 @@ from accelerate_lshdp.engine.groups import momentary_group
 
 
 _REPEATS = 5
-# Exchanges, of which some take several times as much as others.
-_UNCOUNTED_EXCHANGES, _EXCHANGES = 5, 15
+# With exchanges, of which some show several times as much as others on this clock: only their mean is steady.
+_BACKWARDS, _UNCOUNTED_EXCHANGES, _EXCHANGES = 10, 5, 40
 
 
 def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
@@ -57,8 +57,8 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
             return 0.0
         shard = torch.zeros(max(1, size // 4 // count))
         whole = torch.zeros(shard.numel() * count)
-        gather = _usual_cpu_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
-        reduce = _usual_cpu_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
+        gather = _exchange_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
+        reduce = _exchange_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
     return count * (2 * gather + reduce) / 3 / ((count - 1) * whole.nbytes)
 
 
@@ -74,7 +74,7 @@ def seconds_per_unit(plain: nn.Module, sharded: nn.Module, blocks: int, batch: M
     """
 
     def seconds(model: nn.Module) -> float:
-        return _cpu_seconds(lambda: model(**batch).loss.backward())
+        return mean(_times(lambda: model(**batch).loss.backward(), 1, _BACKWARDS))
 
     return max(0.0, seconds(sharded) - seconds(plain)) / (3 * blocks + 2)
 
@@ -105,12 +105,9 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
     return median(_times(work, 1, _REPEATS))
 
 
-def _usual_cpu_seconds(exchange: Callable[[], object]) -> float:
-    """Of this process: what a quarter of the exchanges undercut, after some that do not count.
-
-    Some take up to eight times as much as others, in some processes more often than in others that do the same.
-    """
-    return quantiles(_times(exchange, _UNCOUNTED_EXCHANGES, _EXCHANGES), n=4)[0]
+def _exchange_seconds(exchange: Callable[[], object]) -> float:
+    """Mean of this process, after some exchanges that do not count."""
+    return mean(_times(exchange, _UNCOUNTED_EXCHANGES, _EXCHANGES))
 
 
 def _times(work: Callable[[], object], uncounted: int, counted: int) -> list[float]:
