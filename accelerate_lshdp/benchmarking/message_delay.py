@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate_lshdp.engine.groups import momentary_group
 
 
-# Measured eight times on one cluster, delays with 3 repeats were 1.1 to 2.8 ms, with 9 all but one 1.0 to 2.0.
+# In eight measurements on one cluster, delays were 1.1 to 2.8 ms with 3 repeats, and all but one 1.0 to 2.0 with 9.
 _BUCKETS, _REPEATS = 4, 9
 # As many as torch's gloo works on in a group at a time, by default.
 _IN_FLIGHT = 2

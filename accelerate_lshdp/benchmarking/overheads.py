@@ -22,7 +22,8 @@ from accelerate_lshdp.engine.groups import momentary_group
 
 
 _REPEATS = 5
-# With exchanges, of which some show several times as much as others on this clock: only their mean is steady.
+# With exchanges, of which some show several times as much as others on this clock. The standard deviation of six means
+# of `inside_seconds_per_byte` was 4 %, that of six lower quartiles 11 %.
 _BACKWARDS, _UNCOUNTED_EXCHANGES, _EXCHANGES = 10, 5, 40
 
 

@@ -29,8 +29,8 @@ class Handling:
 
     Args:
         seconds_per_byte: for a byte that its ranks send: sending it, receiving another one, adding or copying it.
-        seconds_per_collective: for every reduction or gather, whatever its size, and every rank that takes part; in a
-            lossy format it consists of several messages.
+        seconds_per_collective: for every reduction or gather, whatever its size, and every rank that takes part; a
+            lossy format has its own.
         conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
         copy_seconds_per_byte: for a byte of a unit that one rank copies to or from the buffer in which it travels.
         seconds_per_unit: for a unit that one rank gathers or reduces, whatever its size.

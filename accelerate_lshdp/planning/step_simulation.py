@@ -13,8 +13,8 @@ Under a CPU quota (a container's, an emulated node's) a node that waits for less
 it computes faster afterwards, until what it saved is used up.
 
 Nodes that are emulated on one machine may together want more than it has to give. Then each of them gets a bit less
-than its quota while all compute, and all of it while some wait; and those that compute share what there is beyond it:
-what a node has saved and cannot use beside so many others is left for when there are fewer.
+than its quota while all compute, and all of it while some wait; and those that compute share what there is beyond it.
+What a node has saved and cannot use beside so many others is left for when there are fewer.
 """
 
 from __future__ import annotations

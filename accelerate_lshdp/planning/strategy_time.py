@@ -123,10 +123,11 @@ def predict_step(
 def reduction_bytes(bucket_bytes: Sequence[float], communication_dtype: str) -> list[float]:
     """Bytes of gradients in each reduction of a step, in fp32.
 
-    PowerSGD sends so little that the engine gives it few large buckets, of up to `BUCKET_BYTES`.
+    PowerSGD sends so little that the engine gives it few large buckets, of up to `BUCKET_BYTES`; not so where FSDP2
+    shards nodes of several ranks, which this leaves out.
 
     Args:
-        bucket_bytes: of the buckets in other formats, in the order in which they travel.
+        bucket_bytes: of the buckets in other formats, in the order in which they travel; of gradients in fp32.
         communication_dtype: the format.
     """
     if communication_dtype != "powersgd":
