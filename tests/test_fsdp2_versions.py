@@ -60,9 +60,8 @@ def train_accumulating(strategy: str) -> bool:
             if accelerator.sync_gradients:
                 gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
                 break
-    return all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values()) and not any(
-        "never" in name for name in gradients
-    )
+    arrived = all(gradient.isfinite().all() and gradient.any() for gradient in gradients.values())
+    return arrived and {name for name, _ in model.named_parameters() if "never" not in name} == set(gradients)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "group_sharding"])

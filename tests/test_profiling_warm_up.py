@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What a rank trains before anything is measured."""
 
 from __future__ import annotations
