@@ -23,6 +23,7 @@ from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.failures import failures_explained
+from accelerate_lshdp.engine.forking import install_safe_forks
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -100,6 +101,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
         install_clean_exit()
+        install_safe_forks()
         correct_loaded_trainer()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint

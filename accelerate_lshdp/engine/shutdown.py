@@ -11,20 +11,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import time
-from pathlib import Path
 
 import torch.distributed as dist
 
+from accelerate_lshdp.engine.torch_threads import wait_until_idle
 
-_GLOO_THREAD_PREFIX = "pt_gloo"
-_POLL_SECONDS = 0.005
-#: Polls in a row in which no thread had work. One would do; more cost nothing.
-_IDLE_POLLS = 3
-_LONGEST_WAIT_SECONDS = 10.0
-#: Where threads cannot be watched.
-_BLIND_WAIT_SECONDS = 0.1
-_TASKS = Path("/proc/self/task")
+
 _registered = False
 
 
@@ -42,34 +34,4 @@ def shut_down() -> None:
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
-    _wait_for_gloo()
-
-
-def _wait_for_gloo() -> None:
-    """Sleeps, which lets other threads have the interpreter, until gloo's threads are gone or idle."""
-    if not _TASKS.is_dir():
-        time.sleep(_BLIND_WAIT_SECONDS)
-        return
-    deadline = time.monotonic() + _LONGEST_WAIT_SECONDS
-    idle = 0
-    while idle < _IDLE_POLLS and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-        states = _states_of_gloo_threads()
-        if not states:
-            return
-        # A thread that wants the interpreter is made runnable when the sleep gives it away, and stays so until it has
-        # had it: one that sleeps now waits for work.
-        idle = idle + 1 if set(states) == {"S"} else 0
-
-
-def _states_of_gloo_threads() -> list[str]:
-    """What the kernel says of each gloo worker thread: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
-    states = []
-    for task in _TASKS.iterdir():
-        try:
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # the thread ended between listing and reading
-            continue
-        if name.startswith(_GLOO_THREAD_PREFIX):
-            states.append(rest.split()[0])
-    return states
+    wait_until_idle("pt_gloo", poll_seconds=0.005, polls=3, longest_seconds=10.0, blind_seconds=0.1)

@@ -1,0 +1,31 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Worker processes of loaders that do not hang at their start.
+
+Before Python 3.12 (and its patch releases that have the repair) a fork can copy the lock on the interpreter's list of
+threads while another thread holds it, and the child waits for it forever (python/cpython#112275). Threads of gloo hold
+it for a moment whenever they let go of a finished collective, and a pass over a loader begins with one: its ranks
+agree, and at once the workers are forked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from accelerate_lshdp.engine.torch_threads import wait_until_idle
+
+
+_installed = False
+
+
+def install_safe_forks() -> None:
+    """Makes each later ``os.fork`` wait, about 1 ms, until torch's threads rest. Once a process, and only where Python
+    needs it. Safe to call at any time."""
+    global _installed
+    if not _installed and sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_rest)
+        _installed = True
+
+
+def _rest() -> None:
+    wait_until_idle("pt_", poll_seconds=0.001, polls=1, longest_seconds=0.1, blind_seconds=0.001)
