@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.engine import torch_threads
 from accelerate_lshdp.engine.forking import install_safe_forks
 
 
@@ -35,7 +36,7 @@ def _forked_after_work(name: bytes) -> bool:
     begun, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name)
+        _name_this_thread(name)
         begun.set()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 30_000)  # about 10 ms, without holding the interpreter
         done.set()
@@ -59,6 +60,28 @@ def test_a_fork_does_not_wait_for_threads_of_others(workers):
     """The counterpart: the work above is long enough to be seen."""
     (waited,) = workers(1).run(fork_beside, b"other", 5)
     assert not all(waited)
+
+
+def test_a_thread_does_not_wait_for_itself():
+    """A loader's worker process is named ``pt_data_worker``, and may fork."""
+    found = []
+
+    def look() -> None:
+        _name_this_thread(b"pt_own")
+        found.extend([torch_threads._states("pt_own"), torch_threads._states("pt_other")])
+
+    other, end = threading.Thread(target=lambda: (_name_this_thread(b"pt_other"), end.wait())), threading.Event()
+    other.start()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    end.set()
+    other.join()
+    assert found[0] == [] and len(found[1]) == 1
+
+
+def _name_this_thread(name: bytes) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name)
 
 
 def fork_amid_collectives(seconds: float) -> tuple[int, int]:

@@ -19,7 +19,7 @@ _installed = False
 
 
 def install_safe_forks() -> None:
-    """Makes each later ``os.fork`` wait, about 1 ms, until torch's threads rest. Once a process, and only where Python
+    """Makes each later ``os.fork`` wait, about 2 ms, until torch's threads rest. Once a process, and only where Python
     needs it. Safe to call at any time."""
     global _installed
     if not _installed and sys.version_info < (3, 12) and hasattr(os, "register_at_fork"):
@@ -28,4 +28,4 @@ def install_safe_forks() -> None:
 
 
 def _rest() -> None:
-    wait_until_idle("pt_", poll_seconds=0.001, polls=1, longest_seconds=0.1, blind_seconds=0.001)
+    wait_until_idle("pt_", poll_seconds=0.001, polls=2, longest_seconds=0.1, blind_seconds=0.001)

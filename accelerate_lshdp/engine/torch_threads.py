@@ -7,6 +7,7 @@ other objects of Python, for which it enters the interpreter. Nothing in torch s
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _TASKS = Path("/proc/self/task")
 def wait_until_idle(
     prefix: str, *, poll_seconds: float, polls: int, longest_seconds: float, blind_seconds: float
 ) -> None:
-    """Sleeps, which lets other threads have the interpreter, until the named threads are gone or idle.
+    """Sleeps, which lets other threads have the interpreter, until those of a name are gone or idle.
 
     Args:
         prefix: what the threads' names begin with (``pt_gloo``).
@@ -37,14 +38,17 @@ def wait_until_idle(
         if not states:
             return
         # A thread that wants the interpreter is made runnable when the sleep gives it away, and stays so until it has
-        # had it: one that sleeps now waits for work.
+        # had it: one that sleeps now waits for work, or has just come to want it, for which there is a second poll.
         idle = idle + 1 if set(states) == {"S"} else 0
 
 
 def _states(prefix: str) -> list[str]:
-    """What the kernel says of each thread of that name: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
+    """What the kernel says of each other thread of that name: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
     states = []
+    own = str(threading.get_native_id())
     for task in _TASKS.iterdir():
+        if task.name == own:
+            continue
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # the thread ended between listing and reading
