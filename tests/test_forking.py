@@ -10,18 +10,21 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import torch_threads
+from accelerate_lshdp.engine import forking, torch_threads
 from accelerate_lshdp.engine.forking import install_safe_forks
 
 
 _PR_SET_NAME = 15
 _HANG_SECONDS = 5.0
+LONGEST_SECONDS = forking._LONGEST_SECONDS
 
 needed = pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python's children do not wait for the lock")
 
@@ -29,7 +32,11 @@ needed = pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python's c
 def fork_beside(name: bytes, times: int) -> list[bool]:
     """Whether the child of each fork was made after a thread of that name, at work before, had done its work."""
     LSHDPAccelerator(plan=Plan.equal())
-    return [_forked_after_work(name) for _ in range(times)]
+    forking._LONGEST_SECONDS = 10.0  # whatever else the machine does
+    try:
+        return [_forked_after_work(name) for _ in range(times)]
+    finally:
+        forking._LONGEST_SECONDS = LONGEST_SECONDS
 
 
 def _forked_after_work(name: bytes) -> bool:
@@ -62,6 +69,25 @@ def test_a_fork_does_not_wait_for_threads_of_others(workers):
     assert not all(waited)
 
 
+@contextmanager
+def thread_named(name: bytes) -> Iterator[None]:
+    named, end = threading.Event(), threading.Event()
+
+    def rest() -> None:
+        _name_this_thread(name)
+        named.set()
+        end.wait()
+
+    thread = threading.Thread(target=rest, daemon=True)
+    thread.start()
+    named.wait()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
 def test_a_thread_does_not_wait_for_itself():
     """A loader's worker process is named ``pt_data_worker``, and may fork."""
     found = []
@@ -70,14 +96,35 @@ def test_a_thread_does_not_wait_for_itself():
         _name_this_thread(b"pt_own")
         found.extend([torch_threads._states("pt_own"), torch_threads._states("pt_other")])
 
-    other, end = threading.Thread(target=lambda: (_name_this_thread(b"pt_other"), end.wait())), threading.Event()
-    other.start()
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    end.set()
-    other.join()
-    assert found[0] == [] and len(found[1]) == 1
+    with thread_named(b"pt_other"):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert len(found) == 2 and found[0] == [] and len(found[1]) == 1
+
+
+def test_a_name_that_ends_within_a_character_is_read():
+    """The kernel cuts names at 15 bytes."""
+    with thread_named("pt_entraîner".encode()[:9]):
+        assert len(torch_threads._states("pt_entra")) == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "polls"),
+    [([["S"], ["R"], ["S", "S"], ["S", "R"], ["S"], ["S"]], 6), ([["R"], []], 2), ([["S"], ["S"]], 2)],
+)
+def test_threads_are_idle_when_two_looks_in_a_row_find_them_so(monkeypatch, seen, polls):
+    looks = iter(seen)
+    monkeypatch.setattr(torch_threads, "_states", lambda prefix: next(looks))
+    slept = []
+    monkeypatch.setattr(torch_threads.time, "sleep", slept.append)
+    torch_threads.wait_until_idle("pt_", poll_seconds=0.001, polls=2, longest_seconds=60.0, blind_seconds=9.0)
+    assert slept == [0.001] * polls
+
+
+def test_threads_that_do_not_rest_are_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(torch_threads, "_states", lambda prefix: ["R"])
+    torch_threads.wait_until_idle("pt_", poll_seconds=0.001, polls=2, longest_seconds=0.05, blind_seconds=9.0)
 
 
 def _name_this_thread(name: bytes) -> None:
@@ -118,6 +165,7 @@ def _child_ends() -> bool:
     return True
 
 
+@needed
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_child_hangs(workers):

@@ -38,7 +38,8 @@ def wait_until_idle(
         if not states:
             return
         # A thread that wants the interpreter is made runnable when the sleep gives it away, and stays so until it has
-        # had it: one that sleeps now waits for work, or has just come to want it, for which there is a second poll.
+        # had it. One that sleeps now has no work, waits for a peer, or has just come to want the interpreter, for
+        # which there are further polls.
         idle = idle + 1 if set(states) == {"S"} else 0
 
 
@@ -50,7 +51,7 @@ def _states(prefix: str) -> list[str]:
         if task.name == own:
             continue
         try:
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            name, _, rest = (task / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
         except OSError:  # the thread ended between listing and reading
             continue
         if name.startswith(prefix):
