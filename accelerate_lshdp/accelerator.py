@@ -40,6 +40,7 @@ from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.planning.rebalancing import Decision
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
+from accelerate_lshdp.ranks_in_step import RankStep
 from accelerate_lshdp.settings import BatchKeywords, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
@@ -113,6 +114,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         )
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
+        self._rank_step = RankStep()
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
         self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
@@ -223,10 +225,13 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         """
         return self._tracker.current
 
-    @property
-    def waiting_places(self) -> list[MicroBatchPlace]:
-        """The places of training batches that were fetched and not worked on yet; none in an evaluation pass."""
-        return [] if self._tracker.in_evaluation_pass else self._tracker.waiting
+    def places_of(self, batches: Sequence[Any]) -> list[MicroBatchPlace]:
+        """The places of training batches that a caller has fetched, in order; none for those of an evaluation pass."""
+        return self._tracker.places_of(batches)
+
+    def choose_batch(self, batch: Any) -> None:
+        """Says which batch the next ``accumulate`` trains, for callers whose models are given copies of it."""
+        self._tracker.choose(batch)
 
     # Evaluation
 

@@ -13,7 +13,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
-from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlaceWriter
+from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlacedBatch, PlaceWriter
 from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading
 from accelerate_lshdp.data_switch import CutSchedule
 from accelerate_lshdp.data_timing import FetchClock
@@ -81,12 +81,12 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     @property
     def iteration(self) -> int:
-        """The epoch that the next training pass reads."""
+        """The epoch of the position: of the pass in progress, of one that was left, else of the next one."""
         return self._progress.epoch
 
     @property
     def position(self) -> LoaderPosition:
-        return LoaderPosition(self._progress.epoch, self._progress.samples)
+        return LoaderPosition(self._progress.epoch, self._progress.position.samples)
 
     @property
     def has_restored_position(self) -> bool:
@@ -99,21 +99,25 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return self._passes[-1:] == [EVALUATION]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass. A restored position in another epoch is given up, with a warning."""
+        """Set the epoch of the next pass, also to one that was left before its end.
+
+        A restored position in another epoch is given up, with a warning.
+        """
         progress = self._progress
         progress.evaluation_passes = epoch
         if epoch != progress.epoch:
             if progress.armed:
                 logger.warning(
                     f"set_epoch({epoch}) gives up the restored position (epoch {progress.epoch}, sample"
-                    f" {progress.samples}). Start the loop at epoch {progress.epoch} to go on from there."
+                    f" {progress.position.samples}). Start the loop at epoch {progress.epoch} to go on from there."
                 )
             progress.start_epoch(epoch)
+        progress.pinned = True
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what the order of the samples depends on, for JSON."""
-        generator = self._progress.generator_state or self._source.generator_state()
+        generator = self._progress.position.generator_state or self._source.generator_state()
         return {**self._progress.state_dict(), "seed": self._seed, "sampler_generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,14 +136,14 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def resume(self) -> None:
         """Let the next training pass start at the restored position. Raises ValueError if there is none."""
-        self._require_restored()
+        self._require_position()
         self._progress.armed = True
 
-    def _require_restored(self) -> None:
-        if not self._progress.restored:
+    def _require_position(self) -> None:
+        if not self._progress.restored and not self._progress.position.advanced:
             raise ValueError(
                 "found no restored position, expected one to go on from. Call load_state (or load_state_dict) before"
-                " the next training pass starts, or say how many batches to skip."
+                " the next training pass starts, train a part of an epoch, or say how many batches to skip."
             )
 
     def skipping(self, num_batches: int | None) -> HeterogeneousDataLoader:
@@ -148,7 +152,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         view.__dict__.update(self.__dict__)
         view._passes = []
         if num_batches is None:
-            self._require_restored()
+            self._require_position()
             view._skip_to = self._progress.start_point
         elif isinstance(self._skip_to, StartPoint):
             raise ValueError("found a loader that skips to a restored position, expected one that does not skip yet.")
@@ -278,7 +282,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return self._training_pass()
 
     @contextmanager
-    def _reading(self, kind: str, epoch: int) -> Iterator[None]:
+    def _reading(self, kind: str, epoch: int, start: int = 0) -> Iterator[None]:
         """Everything that is true during a pass only, also when the script leaves the loop early."""
         around = (self.end_of_dataloader, self.remainder)
         self._passes.append(kind)
@@ -291,7 +295,6 @@ class HeterogeneousDataLoader(DataLoaderShard):
                 synchronize_rng_states(self.rng_types, None)
             self._source.set_epoch(epoch)
             # The DataLoader draws the seed of its workers from this, not from the global generator.
-            start = self._progress.samples if kind == TRAINING else 0
             self._generator.manual_seed(self._source.worker_seed(kind, self._seed, epoch, start))
             yield
         finally:
@@ -334,11 +337,10 @@ class HeterogeneousDataLoader(DataLoaderShard):
         context, progress = self._context, self._progress
         cut = self._cut()
         self._say_sizes(cut)
-        start = self._start_point(cut)
+        epoch, start = self._start(cut)
         cuts = CutSchedule(cut, start.global_batches)
-        expected_order, epoch = start.order, progress.epoch
-        progress.start_pass(start)
-        progress.generator_state = self._source.generator_state()
+        running = progress.start_pass(epoch, start, self._source.generator_state())
+        reports_training = context.reports_training()
         writer = PlaceWriter(
             cuts,
             context.rank,
@@ -358,8 +360,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
             )
 
         def remember_order(order: str) -> None:
-            progress.order = order
-            if expected_order not in (None, order):
+            running.order = order
+            if start.order not in (None, order):
                 raise ValueError(
                     f"found another order of the samples in epoch {epoch} than before the restart, expected the same:"
                     " its remaining samples are not those that are missing. Give the sampler a generator, or a"
@@ -367,7 +369,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
                 )
 
         progress.current_pass = cuts
-        with self._reading(TRAINING, epoch):
+        with self._reading(TRAINING, epoch, start.samples):
             batches = self._source.training_batches(writer, start, self._seed, agree, remember_order)
             if context.token_counter is not None:
                 batches = with_window_tokens(batches, context.token_counter)
@@ -379,17 +381,36 @@ class HeterogeneousDataLoader(DataLoaderShard):
                     )
                 batch = self._to_device(batch)
                 cuts.last_yielded = place.global_batch
-                self._record(place, reading)
-                context.batch_yielded(self, place)
+                self.end_of_dataloader = place.last_in_pass
+                if not reports_training:
+                    progress.count(place, reading)
+                context.batch_yielded(self, PlacedBatch(batch, place, reading))
                 yield batch
-            progress.start_epoch(epoch + 1)
+            progress.end_pass(running)
+
+    def batch_trained(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
+        """Take a batch of a training pass into the position: the accelerator has trained it."""
+        self._progress.count(place, reading)
+
+    def _start(self, cut: GlobalBatchCut) -> tuple[int, StartPoint]:
+        """The epoch that a training pass reads, and where it starts there."""
+        progress, skip = self._progress, self._skip_to
+        if skip is None and not progress.armed:
+            return progress.next_epoch, StartPoint()
+        start = self._start_point(cut)
+        goes_on = skip is None or isinstance(skip, StartPoint) or progress.counts_to_position(skip)
+        if progress.position.exhausted and not goes_on:
+            return progress.next_epoch, start
+        if progress.position.generator_state is not None:
+            self._source.set_generator_state(progress.position.generator_state)
+        return progress.epoch, start
 
     def _start_point(self, cut: GlobalBatchCut) -> StartPoint:
         skip = self._skip_to
+        if skip is None:
+            return self._progress.start_point
         if isinstance(skip, StartPoint):
             return skip
-        if skip is None:
-            return self._progress.start_point if self._progress.armed else StartPoint()
         steps = cut.steps[self._context.rank]
         start = self._training_skip()
         whole, rest = (start.global_batches, 0) if isinstance(start, StartPoint) else divmod(skip, steps)
@@ -410,15 +431,6 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """What a training pass skips: the restored position, if the number is that of the run that saved it."""
         known = isinstance(self._skip_to, int) and self._progress.counts_to_position(self._skip_to)
         return self._progress.start_point if known else self._skip_to
-
-    def _record(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
-        progress = self._progress
-        self.end_of_dataloader = place.last_in_pass
-        if place.ends_global_batch:
-            progress.samples = place.first_sample + place.total_samples
-            progress.global_batches = place.global_batch + 1
-            progress.reading = reading
-            progress.open_window = 0 if place.window_end else progress.open_window + 1
 
     def _to_device(self, batch: Any) -> Any:
         if self.device is None:

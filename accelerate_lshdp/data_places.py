@@ -45,6 +45,10 @@ class MicroBatchPlace:
     """Global batches of an optimizer step, as the script had set it when the pass began."""
     cut: GlobalBatchCut
     """The sizes of all ranks that this global batch was cut with, a short one in proportion to them."""
+    window: int
+    """The global batch that its optimizer step began with; -1: in an earlier pass."""
+    samples_hash: int
+    """Of the indices of all samples of this global batch, for ranks to compare; 0: they are not known (streams)."""
 
     @property
     def ends_global_batch(self) -> bool:
@@ -82,11 +86,15 @@ class LoaderContext(Protocol):
     def check_agreement(self, digest: str, what: str) -> None:
         """Collective. Raises on all ranks if the digests differ; `what` says what should have been equal."""
 
+    def reports_training(self) -> bool:
+        """Whether batches of a pass that begins now are reported as trained (`batch_trained` of the loader)."""
+
     def begin_pass(self, loader: Any) -> None: ...
 
     def end_pass(self, loader: Any) -> None: ...
 
-    def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None: ...
+    def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
+        """A training pass is about to yield a batch, on its device."""
 
 
 class PlaceWriter:
@@ -116,10 +124,13 @@ class PlaceWriter:
         self.first_sample = first_sample
         self.global_batch = global_batch
         self.open_window = open_window
+        self._window = -1
 
-    def write(self, total_samples: int, *, last: bool) -> list[MicroBatchPlace]:
+    def write(self, total_samples: int, *, last: bool, samples_hash: int = 0) -> list[MicroBatchPlace]:
         """The places of the next global batch, of `total_samples` samples over all ranks, in the order of yielding."""
         starts = self.open_window == 0
+        if starts:
+            self._window = self.global_batch
         self.open_window += 1
         ends = self.open_window >= self.accumulation_steps or (last and self.sync_with_dataloader)
         if ends:
@@ -143,6 +154,8 @@ class PlaceWriter:
                 last_in_pass=last and index == count - 1,
                 accumulation_steps=self.accumulation_steps,
                 cut=cut,
+                window=self._window,
+                samples_hash=samples_hash,
             )
             for index, offsets in enumerate(micro_batches)
         ]

@@ -1,16 +1,20 @@
-"""How far a loader has been read, in samples: what a checkpoint keeps and a resumed pass starts from."""
+"""How far a loader's data is trained, in samples: what a checkpoint keeps and a resumed pass starts from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate_lshdp.data_switch import CutSchedule
 
 
+if TYPE_CHECKING:
+    from accelerate_lshdp.data_places import MicroBatchPlace
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """How far training has read: `samples` are those of the epoch's completed global batches."""
+    """How far an epoch is trained (or read, without an accelerator that trains), in completed global batches."""
 
     epoch: int
     samples: int
@@ -37,8 +41,8 @@ class StartPoint:
 
 
 @dataclass(slots=True)
-class LoaderProgress:
-    """What changes as a loader is read. A loader and its `skip_first_batches` views share one."""
+class PassProgress:
+    """How far one pass over an epoch is trained (or read, if nobody reports training)."""
 
     epoch: int = 0
     samples: int = 0
@@ -47,6 +51,33 @@ class LoaderProgress:
     order: str | None = None
     generator_state: str | None = None
     """Of the user's generator, at the start of the pass; None: no pass is open, the generator itself tells."""
+    advanced: bool = False
+    """Something was trained since the pass started."""
+    exhausted: bool = False
+    """The loader has yielded all of it, trained or not."""
+    complete: bool = False
+    """Its last batch was trained."""
+
+    def count(self, place: MicroBatchPlace, reading: StreamReading | None) -> bool:
+        """Move behind a batch that was trained. Returns whether that is further than before."""
+        end = place.first_sample + place.total_samples
+        if end <= self.samples:
+            return False
+        self.advanced = True
+        if place.ends_global_batch:
+            self.samples, self.global_batches, self.reading = end, place.global_batch + 1, reading
+            self.complete = place.last_in_pass
+        return True
+
+
+@dataclass(slots=True)
+class LoaderProgress:
+    """What changes as a loader is used. A loader and its `skip_first_batches` views share one."""
+
+    position: PassProgress = field(default_factory=PassProgress)
+    """What a checkpoint holds: that of a pass that was left stays until something of the next pass is trained."""
+    running: PassProgress | None = None
+    """The training pass that started last, of which batches may be trained after its end."""
     micro_batches: tuple[int, ...] = ()
     """Of each rank in a global batch, in the run that read this far; empty if nothing was restored."""
     evaluation_passes: int = 0
@@ -56,43 +87,81 @@ class LoaderProgress:
     """A position was loaded and no training pass has started since."""
     armed: bool = False
     """The next training pass starts at the restored position."""
+    pinned: bool = False
+    """The script has asked for the epoch of the position again."""
     current_pass: CutSchedule | None = None
     """Of the training pass that started last."""
 
     @property
+    def epoch(self) -> int:
+        return self.position.epoch
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of a plain pass that starts now: the next one if this one was left, or read to its end."""
+        left = self.position.advanced or self.position.exhausted
+        return self.epoch + 1 if left and not self.pinned else self.epoch
+
+    @property
     def start_point(self) -> StartPoint:
-        return StartPoint(self.samples, self.global_batches, self.reading, self.order)
+        now = self.position
+        return StartPoint(now.samples, now.global_batches, now.reading, now.order)
 
     def counts_to_position(self, batches: int) -> bool:
         """Whether that many batches of some rank, in the run that saved, led to the restored position."""
-        return self.restored and batches in {self.global_batches * steps for steps in self.micro_batches}
+        return self.restored and batches in {self.position.global_batches * steps for steps in self.micro_batches}
 
     def start_epoch(self, epoch: int) -> None:
         """Forget the position in the epoch before."""
-        self.epoch = epoch
-        self.samples = self.global_batches = 0
-        self.reading = self.order = self.generator_state = None
-        self.restored = self.armed = False
+        self.position = PassProgress(epoch)
+        self.restored = self.armed = self.pinned = False
 
-    def start_pass(self, start: StartPoint) -> None:
-        self.start_epoch(self.epoch)
-        self.samples, self.global_batches, self.reading = start.samples, start.global_batches, start.reading
+    def start_pass(self, epoch: int, start: StartPoint, generator_state: str | None) -> PassProgress:
+        """A training pass begins; its position counts from now on, or once something of it is trained."""
+        self.running = PassProgress(
+            epoch, start.samples, start.global_batches, start.reading, generator_state=generator_state
+        )
+        if not self.position.advanced:
+            self.position = self.running
+            self.restored = self.armed = self.pinned = False
+        return self.running
+
+    def count(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
+        """Count a batch that was trained, or read: batches that were left out before it are behind it, too."""
+        trained = self.running
+        # Not of the pass that started last: the script has kept it, and has trained later ones since.
+        if trained is None or trained.epoch != place.epoch or not trained.count(place, reading):
+            return
+        self.position = trained
+        self.restored = self.armed = self.pinned = False
+        if place.ends_global_batch:
+            self.open_window = 0 if place.window_end else self.open_window + 1
+        if trained.exhausted and trained.complete:
+            self.start_epoch(trained.epoch + 1)
+
+    def end_pass(self, trained: PassProgress) -> None:
+        """A pass was read to its end. Its epoch is over once its last batch is trained, or none of it ever was."""
+        trained.exhausted = True
+        if trained.complete or not trained.advanced:
+            self.start_epoch(trained.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
+        now = self.position
         return {
-            "epoch": self.epoch,
-            "samples": self.samples,
-            "global_batches": self.global_batches,
+            "epoch": now.epoch,
+            "samples": now.samples,
+            "global_batches": now.global_batches,
             "micro_batches": list(self.current_pass.initial.steps if self.current_pass else self.micro_batches),
             "evaluation_passes": self.evaluation_passes,
-            "order": self.order,
-            "worker_samples": list(self.reading.worker_samples) if self.reading else None,
-            "next_worker": self.reading.next_worker if self.reading else 0,
+            "order": now.order,
+            "worker_samples": list(now.reading.worker_samples) if now.reading else None,
+            "next_worker": now.reading.next_worker if now.reading else 0,
+            "exhausted": now.exhausted,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError if the state is malformed."""
-        missing = sorted(set(self.state_dict()) - set(state))
+        missing = sorted(set(self.state_dict()) - set(state) - {"exhausted"})  # older checkpoints do not know it
         if missing:
             raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
         workers = state["worker_samples"]
@@ -103,10 +172,14 @@ class LoaderProgress:
         for name, value in numbers.items():
             if type(value) is not int or value < 0:
                 raise ValueError(f"found {name}={value!r} in a loader state, expected an integer >= 0.")
+        exhausted = state.get("exhausted", False)
+        if type(exhausted) is not bool:
+            raise ValueError(f"found exhausted={exhausted!r} in a loader state, expected true or false.")
         self.start_epoch(state["epoch"])
-        self.samples, self.global_batches = state["samples"], state["global_batches"]
+        now = self.position
+        now.samples, now.global_batches = state["samples"], state["global_batches"]
+        now.order, now.exhausted = state["order"], exhausted
+        now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
-        self.order = state["order"]
-        self.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.restored = True

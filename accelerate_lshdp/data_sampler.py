@@ -43,7 +43,8 @@ def write_index_lists(
     # places written here line up with batches however far the workers are ahead.
     for samples, last in whole:
         micro_batches = writer.cuts.at(writer.global_batch).micro_batches(writer.rank, len(samples))
-        for offsets, place in zip(micro_batches, writer.write(len(samples), last=last), strict=True):
+        written = writer.write(len(samples), last=last, samples_hash=int(hash_indices(samples)[:12], 16))
+        for offsets, place in zip(micro_batches, written, strict=True):
             places.append(place)
             read = [samples[i] for i in offsets] or samples[:1]
             position = place.first_sample + (offsets.start if offsets else 0)

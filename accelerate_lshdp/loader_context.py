@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.data_places import PlacedBatch
 from accelerate_lshdp.plan import RankBatch
 
 
@@ -54,6 +54,9 @@ class AcceleratorLoaderContext:
     def is_evaluation_pass(self) -> bool:
         return self._accelerator.is_evaluating
 
+    def reports_training(self) -> bool:
+        return bool(self._accelerator._trained_models())
+
     def check_agreement(self, digest: str, what: str) -> None:
         self._accelerator.check_agreement(digest, what)
 
@@ -68,6 +71,6 @@ class AcceleratorLoaderContext:
         if self._accelerator._sizing is not None and not loader.is_evaluating:
             self._accelerator._sizing.end_pass(loader)
 
-    def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
-        self._accelerator._tracker.batch_yielded(loader, place)
+    def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
+        self._accelerator._tracker.batch_yielded(loader, placed)
         self._accelerator._timer.fetched(loader.fetch_clock.take())

@@ -44,6 +44,7 @@ class Preparing(_Base):
         known = PreparedModel.of(model)
         if known is not None:
             self._take_back(known)
+        self._watch_inputs(model)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trains or known is not None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
@@ -69,6 +70,8 @@ class Preparing(_Base):
                 # Weakly: an optimizer that still has to follow keeps it; nothing else should keep a full copy alive.
                 self._new_parameters[id(parameter)] = (weakref.ref(parameter), after[name])
         self._prepared.append(prepared)
+        if len(self._prepared) > 1:
+            self._exchange.expect_several_models()
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
@@ -185,6 +188,7 @@ class Preparing(_Base):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._timer.step_ends()
+        self._rank_step.optimizer_steps += 1
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -33,6 +33,14 @@ class RankReport(NamedTuple):
     """What it believes fits its memory; 0: no limit known."""
     sizes_checksum: int = 0
     """Of the sizes of all ranks that it trained this step with; 0: they are fixed."""
+    global_batch: int = -1
+    """Index in its epoch of the global batch that it trained last; -1: batches of no prepared loader."""
+    optimizer_steps: int = 0
+    """Steps that its optimizers have made, all together."""
+    samples_hash: int = 0
+    """Of the samples of all ranks in the global batches that it trained since its last report; 0: not known."""
+    problem: int = 0
+    """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
 
 
 class Meeting:
@@ -105,6 +113,7 @@ class StepExchange:
         self.counts = counts
         self.group: dist.ProcessGroup | None = None
         self._meetings: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None
         if world_size > 1:
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
@@ -135,12 +144,25 @@ class StepExchange:
                 dist.all_reduce(values, group=self.group)
         return values
 
+    def expect_several_models(self) -> None:
+        """Makes ready for `sum_beside` (collective)."""
+        if self.group is not None and self._beside is None:
+            self._beside = new_group(backend="gloo")
+
+    def sum_beside(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` (host, float64) over ranks, while gradients travel in any order in other groups."""
+        if self._beside is not None:
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self._beside)
+        return values
+
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
         """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.
 
         Args:
             report: of this rank.
-            usages: one tensor a model, 1 where this rank has a gradient for a parameter.
+            usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
+                (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
         reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
         reports[self.rank] = torch.tensor(report, dtype=torch.float64)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.ranks_in_step import require_same_step
 from accelerate_lshdp.step_exchange import PendingReports
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
@@ -33,14 +35,39 @@ class Stepping(_Base):
     """The part of ``LSHDPAccelerator`` that trains."""
 
     _given_share: float | None = None
+    _accumulated: Sequence[PreparedModel] = ()
+    _steps_before = 0
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        place = self._tracker.take()
+        self._tracker.expect()
+        known = [PreparedModel.of(model) for model in models] if models else self._prepared
+        self._accumulated = [prepared for prepared in known if prepared is not None]
+        before = [prepared.requires_synchronisation for prepared in self._accumulated]
+        step = self.step
+        self._tracker.accumulating = True
+        try:
+            self._enter_place(step)
+            yield
+        finally:
+            self._tracker.leave()
+            for prepared, synchronises in zip(self._accumulated, before, strict=True):
+                prepared.requires_synchronisation = synchronises
+            self._accumulated = ()
+
+    def _enter_place(self, step: int) -> None:
+        """Lets gradients of this rank's micro-batch wait for others of its step, or not, as its place says.
+
+        Args:
+            step: micro-batches that were accumulated before it.
+        """
+        place = self._tracker.current
+        self._steps_before = step
         if place is None:
             self._do_sync()
         else:
-            self.step = 0 if place.last_in_pass and self._loader_context.sync_with_dataloader else self.step + 1
+            self._tracker.enter_window()
+            self.step = 0 if place.last_in_pass and self._loader_context.sync_with_dataloader else step + 1
             self.gradient_state._set_sync_gradients(place.window_end)
             if place.accumulation_steps != self.gradient_accumulation_steps:
                 logger.warning_once(
@@ -48,15 +75,25 @@ class Stepping(_Base):
                     f"with {place.accumulation_steps}; it is used from the next pass over a loader on"
                 )
         every_batch = self.use_distributed and self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        quiet = not (self.sync_gradients or every_batch)
-        self._tracker.accumulating = True
-        try:
-            with contextlib.ExitStack() as stack:
-                for model in models or [prepared.module for prepared in self._prepared]:
-                    stack.enter_context(self.no_sync(model) if quiet else contextlib.nullcontext())
-                yield
-        finally:
-            self._tracker.accumulating = False
+        for prepared in self._accumulated:
+            # Also for a model that has no forward in this micro-batch: what its last one had is of the past.
+            prepared.requires_synchronisation = self.sync_gradients or every_batch
+            prepared.synchronise_next = prepared.requires_synchronisation
+
+    def _watch_inputs(self, model: nn.Module) -> None:
+        """Lets the forwards of a prepared model tell which batch the script works on."""
+        reference = weakref.ref(self)
+
+        # A function, not a method: see PreparedModel. Before its hook, which asks whether to synchronise.
+        def on_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            accelerator = reference()
+            # In a compiled graph there is no memory to look at; then the batch that is alive is taken.
+            if accelerator is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return
+            if accelerator._tracker.forward((args, kwargs)) and accelerator._tracker.accumulating:
+                accelerator._enter_place(accelerator._steps_before)
+
+        model.register_forward_pre_hook(on_forward, with_kwargs=True, prepend=True)
 
     @contextlib.contextmanager
     def counting_losses(self, share: float) -> Iterator[None]:
@@ -108,8 +145,11 @@ class Stepping(_Base):
         Raises:
             RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation.
         """
-        place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
+        place = self._tracker.take()
         self._refuse_wrong_backward(place)
+        if self._tracker.problem is not None and self.num_processes == 1:
+            problem, self._tracker.problem = self._tracker.problem, None
+            raise RuntimeError(f"accelerator.backward {problem}")
         loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -122,11 +162,11 @@ class Stepping(_Base):
             loss.backward(**kwargs)
             if meeting is not None:
                 meeting.require_all()  # else gradients are waited for that do not come
-            took_part = [prepared for prepared in self._prepared if prepared.took_part]
+            took_part = self._models_that_took_part()
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
             for prepared in took_part:
                 prepared.deliver_backward()
-            pending = self._report(place, synchronised)  # while the last gradients travel
+            pending = self._report(synchronised)  # while the last gradients travel
             for prepared in self._prepared:
                 prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
         except BaseException:
@@ -135,6 +175,7 @@ class Stepping(_Base):
             raise
         if pending is not None:
             reports, counts = pending.wait()
+            require_same_step(reports)
             self._timer.told(reports)
             if self._sizing is not None and not self._sizing.told(reports):
                 self.check_agreement(
@@ -142,22 +183,56 @@ class Stepping(_Base):
                     "the batch sizes of this step, which they decide on from the same numbers (install the same "
                     "versions of Python and all packages on all nodes, and let all ranks fetch the same batches)",
                 )
-            for prepared, count in zip(synchronised, counts, strict=True):
-                prepared.drop_unused(count)
+            for prepared, count in zip(self._prepared, counts, strict=True):
+                if prepared in synchronised:
+                    prepared.drop_unused(count)
 
-    def _report(self, place: MicroBatchPlace | None, synchronised: list[PreparedModel]) -> PendingReports | None:
+    def _models_that_took_part(self) -> list[PreparedModel]:
+        """The models that the loss of any rank depends on, in the order of ``prepare``.
+
+        A rank whose loss leaves one out hands in zeros for it: the others wait for its part.
+        """
+        if len(self._prepared) < 2 or not any(prepared.synchronise_next for prepared in self._prepared):
+            return [prepared for prepared in self._prepared if prepared.took_part]
+        told = torch.tensor(
+            [float(prepared.took_part and prepared.synchronise_next) for prepared in self._prepared],
+            dtype=torch.float64,
+        )
+        anywhere = self._exchange.sum_beside(told).tolist()
+        for prepared, ranks in zip(self._prepared, anywhere, strict=True):
+            if ranks and not prepared.took_part:
+                prepared.synchronise_next = True
+                prepared.begin_backward(True)
+                prepared.took_part = True
+        return [prepared for prepared in self._prepared if prepared.took_part]
+
+    def _report(self, synchronised: list[PreparedModel]) -> PendingReports | None:
         """Begins to tell the other ranks what this one has computed, in the last backward of a step."""
         report = self._timer.backward_ends()
-        if place is not None and self._tracker.first_time() and place.ends_global_batch:
-            self._timer.samples += place.total_samples
-            self.samples_seen += place.total_samples
-            if self._sizing is not None:
-                self._sizing.global_batch_trained(place)
+        for batch in self._tracker.first_time():
+            place = batch.place
+            loader = batch.loader()
+            if loader is not None:
+                loader.batch_trained(place, batch.reading)
+            if place.ends_global_batch:
+                self._rank_step.trained([place])
+                self._timer.samples += place.total_samples
+                self.samples_seen += place.total_samples
+                if self._sizing is not None:
+                    self._sizing.global_batch_trained(place)
         if not synchronised:
             return None
         if self._sizing is not None:
             report = self._sizing.complete(report)
-        return self._exchange.after_backward(report, [prepared.take_usage() for prepared in synchronised])
+        problem, self._tracker.problem = self._tracker.problem, None
+        report = self._rank_step.complete(report, problem)
+        return self._exchange.after_backward(
+            report,
+            [
+                prepared.take_usage() if prepared in synchronised else prepared.no_usage()
+                for prepared in self._prepared
+            ],
+        )
 
     def _refuse_wrong_backward(self, place: MicroBatchPlace | None) -> None:
         if self._evaluation_depth or (self._tracker.in_evaluation_pass and self._trained_models()):
@@ -190,7 +265,7 @@ class Stepping(_Base):
         if self._given_share is not None:
             return self._given_share
         weighting = LossWeighting(self.lsdp_plugin.loss_weighting)
-        if weighting is LossWeighting.TOKENS and place is not None and place.window_start:
+        if weighting is LossWeighting.TOKENS and self._tracker.begins_window():
             counted = torch.tensor([float(place.window_tokens or 0)], dtype=torch.float64)
             self._window_tokens = self._exchange.sum(counted).item()
         return loss_share(

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accelerate_lshdp.data import HeterogeneousDataLoader, MicroBatchPlace, prepare_loader
+from accelerate_lshdp.data_places import PlacedBatch
 from accelerate_lshdp.plan import RankBatch
 
 
@@ -67,9 +68,12 @@ class FakeContext:
         if not loader.is_evaluating:
             self.running = None  # no cycle, which would leave persistent workers to the garbage collector
 
-    def batch_yielded(self, loader: Any, place: MicroBatchPlace) -> None:
+    def reports_training(self) -> bool:
+        return False
+
+    def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
         self.events.append("yield")
-        self.places.append(place)
+        self.places.append(placed.place)
 
 
 def rank_batches(sizes: Sequence[int | tuple[int, int]] | None) -> tuple[RankBatch, ...] | None:

@@ -119,11 +119,15 @@ class PreparedModel(ABC):
 
     def take_usage(self) -> torch.Tensor:
         """Which trainable parameters have a gradient that this rank took part in: 0/1, shape (parameters,)."""
-        usage = torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
+        usage = self.no_usage()
         if self._used:
             usage[sorted(self._used)] = 1
         self._usage_told = True
         return usage
+
+    def no_usage(self) -> torch.Tensor:
+        """What `take_usage` gives if this rank took no part: zeros, shape (parameters,)."""
+        return torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
 
     def forget_cleared(self) -> None:
         """A backward begins: final gradients that the script has set to None are of the past."""

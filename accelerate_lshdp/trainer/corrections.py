@@ -170,6 +170,7 @@ def _training_step(
 ) -> torch.Tensor:
     """Weights the loss by this micro-batch's share, also the one that is logged: a mean over ranks is then exact."""
     accelerator = self.accelerator
+    accelerator.choose_batch(inputs)
     with accelerator.accumulate(model):
         share = losses_of(self).share(accelerator.batch_place, num_items_in_batch)
         with accelerator.counting_losses(share):
@@ -181,7 +182,7 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Trainer, batch_s
     if not batch_samples:
         return original(batch_samples, device)
     return losses_of(self).count_items(
-        lambda batches: original(batches, device), batch_samples, self.accelerator.waiting_places
+        lambda batches: original(batches, device), batch_samples, self.accelerator.places_of(batch_samples)
     )
 
 

@@ -1,0 +1,429 @@
+"""A batch keeps its place whatever the script does with it: skipped, kept, fetched ahead, trained twice (DESIGN 4.2).
+
+Every pattern trains the gradient of the global batches that it names, as one process does, or is refused on all ranks
+with the same message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import pytest
+import torch
+from exactness import full
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+from training_cases import CASES, collate, make_optimizer, reference_run, relative_error
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+
+
+CASE = CASES["vit"]
+#: Six global batches of six samples, the last one short.
+BATCHES = [list(range(start, min(start + 6, 33))) for start in range(0, 33, 6)]
+SIZES = {2: (4, 2), 3: (3, 2, 1), 4: (2, 2, 1, 1)}
+NODES = ((1, 1), (2,), (1, 2), (2, 2))
+STRATEGIES = ("ddp", "lsdp", "collectives", "fsdp")
+CELLS = [(strategy, nodes) for nodes in NODES for strategy in STRATEGIES]
+
+
+def plan_of(strategy: str, sizes: tuple[int, ...] | None) -> Plan:
+    placing = (
+        {"strategy": "lsdp", "intra_node": "collectives"} if strategy == "collectives" else {"strategy": strategy}
+    )
+    return Plan.equal(**placing) if sizes is None else Plan.from_batch_sizes(sizes, **placing)
+
+
+class Script:
+    """What a script has after ``prepare``, and one training step of it."""
+
+    def __init__(self, strategy: str, *, equal: bool = False, accumulation: int = 1, sizes: Any = None) -> None:
+        world = LSHDPAccelerator(plan=Plan.equal(strategy="ddp")).num_processes
+        chosen = sizes or (None if equal else SIZES[world])
+        self.accelerator = LSHDPAccelerator(plan=plan_of(strategy, chosen), gradient_accumulation_steps=accumulation)
+        self.batch_size = 6 // world
+        model = CASE.model().double()
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            model, make_optimizer(model, 1e-2, 0.0), self.new_loader(range(33))
+        )
+        self.model.train()
+
+    def new_loader(self, indices: range, batch_size: int | None = None) -> DataLoader:
+        data = Subset(CASE.dataset(33, torch.float64), indices)
+        return DataLoader(data, batch_size=batch_size or self.batch_size, collate_fn=collate)
+
+    def train_on(self, *batches: dict, copied: bool = False) -> None:
+        with self.accelerator.accumulate(self.model):
+            for batch in batches:
+                given = {name: tensor.clone() for name, tensor in batch.items()} if copied else batch
+                self.accelerator.backward(CASE.loss(self.model, given))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def validate(self, loader: DataLoader) -> None:
+        with torch.no_grad():
+            for batch in loader:
+                CASE.loss(self.model, batch)
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: full(parameter) for name, parameter in self.model.named_parameters()}
+
+
+# The patterns: each trains, and says on which global batches and with which accumulation
+
+
+def skips_by_counting(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    for step, batch in enumerate(script.loader):
+        if step < 2:
+            continue
+        script.train_on(batch)
+    assert script.accelerator.samples_seen == 33 - 12
+    return script, BATCHES[2:], 1
+
+
+def skips_by_counting_with_accumulation(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    for step, batch in enumerate(script.loader):
+        if step < 2:
+            continue
+        script.train_on(batch)
+    return script, BATCHES[2:], 2
+
+
+def keeps_all_batches(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    kept = list(script.loader)
+    for batch in kept * 2:
+        script.train_on(batch)
+    assert script.accelerator.samples_seen == 66
+    return script, BATCHES * 2, 1
+
+
+def keeps_all_batches_of_an_equal_plan(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, equal=True)
+    kept = list(script.loader)
+    for batch in kept[::-1] * 2:
+        script.train_on(batch)
+    return script, BATCHES[::-1] * 2, 1
+
+
+def keeps_all_batches_and_accumulates(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=3)
+    kept = list(script.loader)
+    for batch in kept * 2:
+        script.train_on(batch)
+    return script, BATCHES * 2, 3
+
+
+def fetched_ahead(loader: DataLoader) -> Iterator[dict]:
+    batches = iter(loader)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+def fetches_ahead(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    for batch in fetched_ahead(script.loader):
+        script.train_on(batch)
+    return script, BATCHES, 1
+
+
+def fetches_ahead_and_accumulates(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    for batch in fetched_ahead(script.loader):
+        script.train_on(batch)
+    return script, BATCHES, 2
+
+
+def validates_in_train_mode(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    # Of another size than the training batches, and with a last batch that its loop leaves behind.
+    held_out = script.accelerator.prepare(script.new_loader(range(11)))
+    for step, batch in enumerate(script.loader):
+        if step % 2 == 0:
+            script.validate(held_out)
+        script.train_on(batch, copied=step == 3)
+    return script, BATCHES, 1
+
+
+def trains_each_batch_of_a_kept_window_twice(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    batches = iter(script.loader)
+    while window := list(islice(batches, 3)):
+        for batch in window * 2:
+            script.train_on(batch)
+    return script, BATCHES[:3] * 2 + BATCHES[3:] * 2, 1
+
+
+def gives_the_model_copies(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    labels = []  # as for a metric: parts of trained batches stay alive
+    for batch in script.loader:
+        script.train_on(batch, copied=True)
+        labels.append(batch["labels"])
+    return script, BATCHES, 1
+
+
+def gives_the_model_copies_and_drops_the_batch(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    for batch in ({name: tensor.clone() for name, tensor in batch.items()} for batch in script.loader):
+        script.train_on(batch)
+    return script, BATCHES, 1
+
+
+def looks_at_a_first_batch(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    first = next(iter(script.loader))
+    for batch in script.loader:
+        script.train_on(batch, copied=True)
+    assert len(first) == 2
+    return script, BATCHES, 1
+
+
+PATTERNS = (
+    skips_by_counting,
+    skips_by_counting_with_accumulation,
+    keeps_all_batches,
+    keeps_all_batches_of_an_equal_plan,
+    keeps_all_batches_and_accumulates,
+    fetches_ahead,
+    fetches_ahead_and_accumulates,
+    validates_in_train_mode,
+    trains_each_batch_of_a_kept_window_twice,
+    gives_the_model_copies,
+    gives_the_model_copies_and_drops_the_batch,
+    looks_at_a_first_batch,
+)
+
+
+def error_of(name: str, strategy: str) -> float:
+    """Runs on every rank: how far a pattern's parameters are from those of one process."""
+    script, batches, accumulation = globals()[name](strategy)
+    expected = reference_run(
+        "vit",
+        torch.float64,
+        batches,
+        weighting="sample",
+        steps=len(batches) // accumulation,
+        lr=1e-2,
+        weight_decay=0.0,
+        max_grad_norm=None,
+        gradient_accumulation_steps=accumulation,
+    )
+    return relative_error(script.parameters, expected.parameters)
+
+
+def cells(patterns: tuple) -> list[Any]:
+    """Every pattern in every cell; two a pattern, and each cell at least once, in the default suite."""
+    default = {(number, (2 * number + offset) % len(CELLS)) for number in range(len(patterns)) for offset in (0, 5)}
+    missing = set(range(len(CELLS))) - {cell for _, cell in default}
+    default |= {(cell % len(patterns), cell) for cell in missing}
+    return [
+        pytest.param(
+            pattern.__name__,
+            strategy,
+            nodes,
+            id=f"{pattern.__name__}-{strategy}-{'+'.join(map(str, nodes))}",
+            marks=[] if (number, cell) in default else [pytest.mark.slow],
+        )
+        for number, pattern in enumerate(patterns)
+        for cell, (strategy, nodes) in enumerate(CELLS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "strategy", "nodes"), cells(PATTERNS))
+def test_a_batch_keeps_its_place(workers, name, strategy, nodes):
+    for error in workers(sum(nodes)).run(error_of, name, strategy, nodes=nodes):
+        assert error <= 1e-12
+
+
+# Two loaders in one loss
+
+
+def train_two_loaders(strategy: str, equal: bool, second: tuple[int, int], rounds: int) -> dict:
+    script = Script(strategy, equal=equal)
+    size, count = second
+    other = script.accelerator.prepare(script.new_loader(range(count), size))
+    for one, two in islice(zip(script.loader, cycle(other), strict=False), rounds):
+        script.accelerator.backward(CASE.loss(script.model, one) + CASE.loss(script.model, two))
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.parameters
+
+
+def reference_of_two_loaders(pairs: list[tuple[list[int], list[int]]]) -> dict:
+    model, dataset = CASE.model().double(), CASE.dataset(33, torch.float64)
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    for indices in pairs:
+        loss = sum(CASE.loss(model, collate([dataset[index] for index in part])) for part in indices)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+def test_two_loaders_of_different_batch_size_in_one_loss_are_exact(workers, strategy, nodes):
+    """Ranks read 3 of 6 samples of one and 5 of 10 of the other: both shares are a half."""
+    pairs = [(BATCHES[0], list(range(10))), (BATCHES[1], list(range(10, 20)))]
+    for parameters in workers(2).run(train_two_loaders, strategy, True, (5, 20), 2, nodes=nodes):
+        assert relative_error(parameters, reference_of_two_loaders(pairs)) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_two_loaders_with_other_shares_on_one_rank_are_refused_on_all(workers, strategy):
+    """The last batches, of 3 and 1 samples, are 2 + 1 and 1 + 0."""
+    errors = workers(2).run(train_two_loaders, strategy, False, (3, 31), 6, expect_failure=True, nodes=(2,))
+    assert len({error.message for error in errors}) == 1 and "two loaders in one loss" in errors[0].message
+
+
+# What nothing tells
+
+
+def train_copies_of_kept_batches(strategy: str) -> None:
+    script = Script(strategy)
+    kept = list(script.loader)
+    script.train_on(kept[2], copied=True)
+
+
+def train_copies_of_batches_fetched_ahead(strategy: str) -> None:
+    script = Script(strategy)
+    for batch in fetched_ahead(script.loader):
+        script.train_on(batch, copied=True)
+
+
+def keep_a_copied_batch_on_one_rank(strategy: str) -> None:
+    script = Script(strategy)
+    kept = []
+    for step, batch in enumerate(script.loader):
+        if script.accelerator.process_index == 1 and step < 2:
+            kept.append(batch)
+        if step >= 2:
+            script.train_on(batch, copied=True)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+@pytest.mark.parametrize(
+    "train",
+    [train_copies_of_kept_batches, train_copies_of_batches_fetched_ahead, keep_a_copied_batch_on_one_rank],
+)
+def test_a_batch_that_cannot_be_told_from_others_is_an_error_on_all_ranks(workers, strategy, train):
+    errors = workers(2).run(train, strategy, expect_failure=True, nodes=(2,))
+    assert len({error.message for error in errors}) == 1 and "of which batch the loss is" in errors[0].message
+
+
+def begin_inside_a_window(strategy: str) -> None:
+    script = Script(strategy, accumulation=2)
+    for step, batch in enumerate(script.loader):
+        if step >= 3:
+            script.train_on(batch)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_leaving_out_the_start_of_an_accumulation_window_is_an_error_on_all_ranks(workers, strategy):
+    errors = workers(2).run(begin_inside_a_window, strategy, expect_failure=True, nodes=(2,))
+    assert len({error.message for error in errors}) == 1 and "in the middle of the batches" in errors[0].message
+
+
+# Batches without tensors
+
+
+class Numbers:
+    """A batch that holds no tensor."""
+
+    def __init__(self, samples: list) -> None:
+        self.samples = [(sample["pixel_values"].tolist(), int(sample["labels"])) for sample in samples]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        pixels, labels = zip(*self.samples, strict=True)
+        return {"pixel_values": torch.tensor(pixels, dtype=torch.float64), "labels": torch.tensor(labels)}
+
+
+def train_without_tensors(strategy: str, ahead: bool) -> dict:
+    script = Script(strategy)
+    loader = DataLoader(CASE.dataset(33, torch.float64), batch_size=3, collate_fn=Numbers)
+    loader = script.accelerator.prepare(loader)
+    for batch in fetched_ahead(loader) if ahead else loader:
+        script.train_on(batch.tensors())
+    return script.parameters
+
+
+def test_batches_without_tensors_are_taken_in_order_while_one_waits(workers):
+    for parameters in workers(2).run(train_without_tensors, "lsdp", False, nodes=(2,)):
+        assert relative_error(parameters, plain(BATCHES)) <= 1e-12
+    errors = workers(2).run(train_without_tensors, "lsdp", True, expect_failure=True, nodes=(2,))
+    assert len({error.message for error in errors}) == 1 and "of which batch the loss is" in errors[0].message
+
+
+def plain(batches: list[list[int]]) -> dict:
+    options = {"weighting": "sample", "steps": len(batches), "lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": None}
+    return reference_run("vit", torch.float64, batches, **options).parameters
+
+
+# Views
+
+
+class Slices:
+    """A dataset that is read in whole batches: each is a view of all data, as of a memory-mapped file."""
+
+    def __init__(self) -> None:
+        self.data = collate([CASE.dataset(33, torch.float64)[index] for index in range(33)])
+
+    def __len__(self) -> int:
+        return 33
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {name: tensor[indices[0] : indices[-1] + 1] for name, tensor in self.data.items()}
+
+
+def train_views(strategy: str) -> dict:
+    script = Script(strategy)
+    loader = script.accelerator.prepare(DataLoader(Slices(), batch_size=3, collate_fn=lambda batch: batch))
+    for _ in range(2):
+        kept = list(loader)
+        for batch in kept:
+            script.train_on({name: tensor[:] for name, tensor in batch.items()})
+        del kept, batch
+    return script.parameters
+
+
+def test_batches_that_are_views_of_the_dataset_are_recognised(workers):
+    for parameters in workers(2).run(train_views, "lsdp", nodes=(2,)):
+        assert relative_error(parameters, plain(BATCHES * 2)) <= 1e-12
+
+
+def leave_out_a_model(strategy: str, on_rank: int) -> tuple[dict, dict]:
+    script = Script(strategy)
+    torch.manual_seed(1)
+    scale = nn.Linear(1, 1, dtype=torch.float64)
+    scale, optimizer = script.accelerator.prepare(scale, torch.optim.SGD(scale.parameters(), lr=0.1))
+    for batch in script.loader:
+        loss = CASE.loss(script.model, batch)
+        if script.accelerator.process_index != on_rank:
+            loss = loss + scale(batch["pixel_values"].new_ones(1, 1)).sum()
+        script.accelerator.backward(loss)
+        for each in (script.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+    return script.parameters, {name: full(parameter) for name, parameter in scale.named_parameters()}
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1))])
+def test_a_model_that_one_rank_leaves_out_of_its_loss_gets_the_gradient_of_the_others(workers, strategy, nodes):
+    torch.manual_seed(1)
+    scale = nn.Linear(1, 1, dtype=torch.float64)
+    for batch in BATCHES:  # rank 1 has two of six samples, one of the three last
+        share = 1 / 3
+        assert len(batch) in (6, 3)
+        for parameter in scale.parameters():
+            parameter.data -= 0.1 * share
+    for parameters, scaled in workers(2).run(leave_out_a_model, strategy, 0, nodes=nodes):
+        assert relative_error(parameters, plain(BATCHES)) <= 1e-12
+        assert relative_error(scaled, dict(scale.named_parameters())) <= 1e-12
