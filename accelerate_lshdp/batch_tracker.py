@@ -85,6 +85,7 @@ class BatchTracker:
         self._chosen = False  # whether the caller of `accumulate` has said which batch it trains
         self._counted: list[TrackedBatch] = []
         self._over = False  # whether the pass of the current batch has ended
+        self._doubtful = False  # whether `accumulate` began with one of several batches that look alike
         self._recognised = False  # whether a forward told which batch the last backward was of
         self._entered: tuple[int, int] | None = None  # the accumulation window that was entered last
         self._begun: tuple[int, int] | None = None  # that of the last backward
@@ -225,8 +226,10 @@ class BatchTracker:
                 self._work_on(group)
             elif self._over:
                 self._work_on([])
+        # Nothing will tell which of several it is.
+        self._doubtful = sum(batch.is_blind for batch in self._untaken()) > 1 and not self._chosen
         for batch in self._group:
-            batch.taken |= batch.is_blind  # nothing will recognise it later
+            batch.taken |= batch.is_blind
         return self.current
 
     def _first_of_each_loader(self) -> list[TrackedBatch]:
@@ -267,7 +270,9 @@ class BatchTracker:
         self._recognised = bool(seen)
         if seen:
             self._work_on(seen + self._fetched_with(seen))
-        elif not self._chosen and not (self.accumulating and all(batch.is_blind for batch in self._group)):
+        elif self.accumulating and all(batch.is_blind for batch in self._group):
+            self.problem = self.problem or (UNRECOGNISED if self._doubtful else None)
+        elif not self._chosen:
             self._take_only_one()
         for batch in self._group:
             batch.taken = True

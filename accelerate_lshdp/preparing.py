@@ -63,7 +63,7 @@ class Preparing(_Base):
             model._is_accelerate_prepared = True
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        prepared = self._placement.place(model)
+        prepared = self._placement.place(model, beside=len(self._prepared))
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:

@@ -201,8 +201,12 @@ class Stepping(_Base):
         anywhere = self._exchange.sum_beside(told).tolist()
         for prepared, ranks in zip(self._prepared, anywhere, strict=True):
             if ranks and not prepared.took_part:
-                prepared.synchronise_next = True
-                prepared.begin_backward(True)
+                if not prepared.synchronise_next:
+                    raise RuntimeError(
+                        f"found that the loss of another rank depends on {type(prepared.module).__name__}, which this "
+                        "rank has used under no_sync only since its last synchronised backward: use accumulate() with "
+                        "all models that the loss of any rank depends on"
+                    )
                 prepared.took_part = True
         return [prepared for prepared in self._prepared if prepared.took_part]
 

@@ -54,9 +54,19 @@ class ProcessGroups:
     A group costs time even when nobody uses it: gloo has a thread for each, which wakes up a hundred times a second.
     So trainings of one process share them. One that was given up in the middle of a backward may have left messages
     there that some rank never answers; before anything else is trained, all ranks then have to `forget`.
+
+    Models of one loss do not share them: a rank may have gradients of one before those of the other, or leave one out.
+
+    Attributes:
+        model: counts from 0 the models of a training, whose groups are asked for.
     """
 
-    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]] = (
+        WeakKeyDictionary()
+    )
+
+    def __init__(self) -> None:
+        self.model = 0
 
     def of_partition(self, partition: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
         """The group of ``partition`` (disjoint groups that cover the world) in which ``rank`` is (collective).
@@ -84,9 +94,10 @@ class ProcessGroups:
         return self._group(ranks)
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks == tuple(range(dist.get_world_size())):
+        if self.model == 0 and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         made = self._made_in.setdefault(dist.group.WORLD, {})
-        if ranks not in made:
-            made[ranks] = new_group(ranks)
-        return made[ranks]
+        key = (self.model, ranks)
+        if key not in made:
+            made[key] = new_group(ranks)
+        return made[key]

@@ -76,12 +76,14 @@ class Placement:
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
 
-    def place(self, model: nn.Module) -> PreparedModel:
+    def place(self, model: nn.Module, beside: int = 0) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
 
         Args:
             model: for ``ddp`` on its device; else in host memory or on the device, changed in place.
+            beside: number of models that were placed for the same training before.
         """
+        self.groups.model = beside
         if self.topology.world_size > 1:
             broadcast_initial_state(model, self.device)
         self._made.clear()
