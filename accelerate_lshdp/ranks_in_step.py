@@ -12,21 +12,22 @@ from collections.abc import Iterable, Sequence
 
 from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, INSIDE_WINDOW, UNRECOGNISED
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.engine.node_reduction import NOT_IN_STEP
 from accelerate_lshdp.step_exchange import RankReport
 
 
+FAILED = "could not finish its backward, so the sums of gradients are not those of the step; its own output says why"
+
 #: What a rank may have found, told to the others by its number.
-PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW)
+PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, FAILED)
 
 #: Hashes travel as float64, which holds integers up to 2 ** 53.
 _MODULUS = 2**48
 _MULTIPLIER = 0x5DEECE66D
 
-_WHY = (
-    "So a rank has left out, or repeated, a batch, a backward or an optimizer step that others have not: after an "
-    "exception that was caught, a condition that holds on one rank only, or a sampler that draws from a generator "
-    "which ranks use differently. Let all ranks do the same (ask what the others found by accelerator.reduce), give "
-    "the sampler a generator with a seed, and go on from the last checkpoint"
+_OTHER_SAMPLES = (
+    "The order comes from something that ranks do differently, such as a generator that other code on them draws from "
+    "as well: give the sampler a generator of its own, with a seed"
 )
 
 
@@ -78,10 +79,16 @@ def require_same_step(reports: Sequence[RankReport]) -> None:
     if len(set(places)) == 1:
         return
     if len({samples for *_, samples in places}) > 1 and len({place[:2] for place in places}) == 1:
-        what = f"different samples in global batch {places[0][0]} (hashes {[samples for *_, samples in places]})"
-    else:
-        what = ", ".join(
-            f"rank {rank} at global batch {batch} after {steps} optimizer steps"
-            for rank, (batch, steps, _) in enumerate(places)
+        what, why = (
+            f"different samples in global batch {places[0][0]} (hashes {[samples for *_, samples in places]})",
+            _OTHER_SAMPLES,
         )
-    raise RuntimeError(f"the ranks are not in step in this backward: found {what}; expected the same on all. {_WHY}")
+    else:
+        what, why = (
+            ", ".join(
+                f"rank {rank} at global batch {batch} after {steps} optimizer steps"
+                for rank, (batch, steps, _) in enumerate(places)
+            ),
+            NOT_IN_STEP,
+        )
+    raise RuntimeError(f"the ranks are not in step in this backward: found {what}; expected the same on all. {why}")

@@ -14,10 +14,11 @@ from torch import nn
 
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
-from accelerate_lshdp.engine.failures import failures_explained
+from accelerate_lshdp.engine.failures import CommunicationError, failures_explained
+from accelerate_lshdp.engine.node_memory import NodeMemoryError
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.ranks_in_step import require_same_step
-from accelerate_lshdp.step_exchange import PendingReports
+from accelerate_lshdp.ranks_in_step import FAILED, require_same_step
+from accelerate_lshdp.step_exchange import PendingReports, RankReport
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
 
@@ -37,6 +38,7 @@ class Stepping(_Base):
     _given_share: float | None = None
     _accumulated: Sequence[PreparedModel] = ()
     _steps_before = 0
+    _out_of_step: Sequence[RankReport] | None = None
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -145,6 +147,8 @@ class Stepping(_Base):
         Raises:
             RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation.
         """
+        if self._out_of_step is not None:
+            require_same_step(self._out_of_step)
         place = self._tracker.take()
         self._refuse_wrong_backward(place)
         if self._tracker.problem is not None and self.num_processes == 1:
@@ -159,7 +163,7 @@ class Stepping(_Base):
         if any(prepared.synchronise_next for prepared in self._prepared):
             meeting = self._exchange.meet("backward", self._tracker.within_window)
         try:
-            loss.backward(**kwargs)
+            self._run_autograd(loss, kwargs)
             if meeting is not None:
                 meeting.require_all()  # else gradients are waited for that do not come
             took_part = self._models_that_took_part()
@@ -186,6 +190,32 @@ class Stepping(_Base):
             for prepared, count in zip(self._prepared, counts, strict=True):
                 if prepared in synchronised:
                     prepared.drop_unused(count)
+
+    def _run_autograd(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """``loss.backward``; what fails on this rank is told to the others, which would wait for its gradients."""
+        try:
+            loss.backward(**kwargs)
+        except (CommunicationError, NodeMemoryError):
+            raise  # there is nobody to tell
+        except Exception:
+            if all(prepared.can_be_completed for prepared in self._prepared):
+                self._give_up_on_all_ranks()
+            raise
+
+    def _give_up_on_all_ranks(self) -> None:
+        """Does this rank's part of the collectives of a backward that failed, and tells that it did (collective)."""
+        synchronised = [prepared for prepared in self._models_that_took_part() if prepared.synchronise_next]
+        if not synchronised or self.num_processes == 1:
+            return
+        for prepared in synchronised:
+            prepared.deliver_backward()
+        report = self._rank_step.complete(self._timer.backward_ends(), FAILED)
+        pending = self._exchange.after_backward(report, [prepared.no_usage() for prepared in self._prepared])
+        for prepared in synchronised:
+            prepared.finish_backward()
+        reports, _ = pending.wait()
+        if not all(report.problem for report in reports):
+            self._out_of_step = reports  # the others have stopped: there will be nobody to go on with
 
     def _models_that_took_part(self) -> list[PreparedModel]:
         """The models that the loss of any rank depends on, in the order of ``prepare``.

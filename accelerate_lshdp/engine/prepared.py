@@ -29,6 +29,8 @@ class PreparedModel(ABC):
         bypassed: whether autograd produced gradients outside ``begin_backward`` and ``finish_backward``.
         took_part: whether autograd produced gradients for this model since ``begin_backward``.
         reductions: what sums its gradients between ranks, with what that keeps from step to step.
+        can_be_completed: whether ``deliver_backward`` and ``finish_backward`` may follow a backward that autograd did
+            not finish, so that other ranks need not wait for this one.
         requires_synchronisation: False inside ``no_sync``.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
@@ -37,6 +39,7 @@ class PreparedModel(ABC):
     module: nn.Module
     loss_multiplier: float = 1.0
     reductions: tuple[GradientReduction, ...] = ()
+    can_be_completed: bool = True
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module

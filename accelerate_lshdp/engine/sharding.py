@@ -66,6 +66,8 @@ class ShardedModel(PreparedModel):
         prefetch: number of units gathered ahead on devices with streams.
     """
 
+    can_be_completed = False  # FSDP2 gathers and scatters a unit in the middle of autograd
+
     def __init__(
         self,
         module: nn.Module,
