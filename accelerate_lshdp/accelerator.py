@@ -115,6 +115,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
         self._rank_step = RankStep()
+        self._unstepped: set[PreparedModel] = set()  # with a backward since the last step of an optimizer of theirs
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
         self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
@@ -267,5 +268,6 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
 
     def free_memory(self, *objects: Any) -> Any:
         self._prepared.clear()
+        self._unstepped.clear()
         self._new_parameters.clear()
         return super().free_memory(*objects)

@@ -18,9 +18,9 @@ UNRECOGNISED = (
     "accelerator.skip_first_batches(loader, n)"
 )
 DIFFERENT_SHARES = (
-    "found batches of two loaders in one loss that count differently on this rank (shares of their global batches, "
-    "loss tokens, or micro-batches of the step), so the loss has no one weight. Call accelerator.backward for each of "
-    "them, give short last batches up with drop_last=True, or make one dataset of the two"
+    "found batches of two loaders that were fetched together, but count differently (shares of their global batches, "
+    "loss tokens, or micro-batches of the step), so a loss of both has no one weight. Call accelerator.backward for "
+    "each of them, give short last batches up with drop_last=True, or make one dataset of the two"
 )
 INSIDE_WINDOW = (
     "found a training step that begins in the middle of the batches that are accumulated for it: the script has left "
@@ -331,6 +331,11 @@ class BatchTracker:
         self._group = group
         self.current = group[0].place if group else None
         self._over = False if group else self._over
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the script is between two micro-batches of a step, in a pass that goes on."""
+        return self.within_window and any(number == self._group[0].pass_number for _, number in self._open)
 
     # What a step says
 

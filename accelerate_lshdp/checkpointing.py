@@ -88,9 +88,8 @@ class Checkpointing(_Base):
                 f"save_state got safe_serialization={safe_serialization} and {sorted(unknown)}; checkpoints are "
                 "always safetensors and JSON, and there is nothing else to choose"
             )
-        within = "save_state was called between two micro-batches of a step, whose gradients are in no checkpoint; "
-        within += "call it after the optimizer step (if accelerator.sync_gradients)"
-        raise_together(within if self._tracker.within_window else None)
+        raise_together(self._why_not_now())
+        self.check_agreement(f"{self._rank_step.optimizer_steps}", "how many steps their optimizers have made")
         named = self.project_configuration.automatic_checkpoint_naming
         folder = self._numbered_folder() / f"checkpoint_{self.save_iteration}" if named else output_dir
         if folder is None:
@@ -117,6 +116,21 @@ class Checkpointing(_Base):
             self._drop_oldest()
         self.project_configuration.iteration += 1
         return str(folder)
+
+    def _why_not_now(self) -> str | None:
+        """What a checkpoint of this moment would lose: gradients, which it does not hold."""
+        if self._tracker.in_window:
+            return (
+                "save_state was called between two micro-batches of a step, whose gradients are in no checkpoint; "
+                "call it after the optimizer step (if accelerator.sync_gradients)"
+            )
+        if any(prepared.holds_gradients() for prepared in self._unstepped):
+            return (
+                "save_state was called between backward and the optimizer's step, whose gradients are in no "
+                "checkpoint; call it after optimizer.step(), or drop the gradients before by optimizer.zero_grad() "
+                "(those of a loop that was left in the middle of an accumulated step, say)"
+            )
+        return None
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict | None = None, **unknown: Any
@@ -157,6 +171,7 @@ class Checkpointing(_Base):
         self._restore_loaders(loaded)
         self._move_schedules(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
+        self._unstepped.clear()
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)

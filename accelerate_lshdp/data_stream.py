@@ -268,9 +268,10 @@ class StreamSource:
             read[current.worker] += current.samples
             reading = StreamReading(tuple(read), (current.worker + 1) % self.workers)
             places = writer.write(current.samples, last=following is None)
-            for batch, place in zip(current.micro_batches, places, strict=True):
-                yield PlacedBatch(batch, place, reading)
-            current = following
+            # Taken out: a batch that the script has dropped must not stay alive here.
+            micro_batches, current = list(current.micro_batches), following
+            for place in places:
+                yield PlacedBatch(micro_batches.pop(0), place, reading)
 
     def _bundles(self, cuts: CutSchedule, seed: int, epoch: int, start: StartPoint) -> Iterator[Bundle]:
         if self._training is None or self._training.dataset.cuts.changes != cuts.changes:

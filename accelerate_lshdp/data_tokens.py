@@ -16,9 +16,10 @@ def with_window_tokens(batches: Iterator[PlacedBatch], count: Callable[[Any], in
     def complete() -> Iterator[PlacedBatch]:
         tokens = [int(count(item.batch)) if item.place.samples else 0 for item in window]
         total = sum(tokens)
-        for item, own in zip(window, tokens, strict=True):
+        for own in tokens:
+            # Taken out: a batch that the script has dropped must not stay alive here.
+            item = window.pop(0)
             yield item._replace(place=replace(item.place, tokens=own, window_tokens=total))
-        window.clear()
 
     for item in batches:
         window.append(item)

@@ -189,6 +189,10 @@ class Preparing(_Base):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._timer.step_ends()
         self._rank_step.optimizer_steps += 1
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unstepped -= {
+            prepared for prepared in self._unstepped if any(id(p) in updated for p in prepared.trainable_parameters())
+        }
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.engine.agreement import all_fail_here
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.failures import CommunicationError, failures_explained
 from accelerate_lshdp.engine.node_memory import NodeMemoryError
@@ -38,6 +39,7 @@ class Stepping(_Base):
     _given_share: float | None = None
     _accumulated: Sequence[PreparedModel] = ()
     _steps_before = 0
+    _failures = 0
     _out_of_step: Sequence[RankReport] | None = None
 
     @contextlib.contextmanager
@@ -168,6 +170,7 @@ class Stepping(_Base):
                 meeting.require_all()  # else gradients are waited for that do not come
             took_part = self._models_that_took_part()
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
+            self._unstepped.update(took_part)
             for prepared in took_part:
                 prepared.deliver_backward()
             pending = self._report(synchronised)  # while the last gradients travel
@@ -198,14 +201,29 @@ class Stepping(_Base):
         except (CommunicationError, NodeMemoryError):
             raise  # there is nobody to tell
         except Exception:
-            if all(prepared.can_be_completed for prepared in self._prepared):
+            if self.num_processes > 1:
                 self._give_up_on_all_ranks()
             raise
 
     def _give_up_on_all_ranks(self) -> None:
-        """Does this rank's part of the collectives of a backward that failed, and tells that it did (collective)."""
+        """Tells the others that a backward failed on this rank, while they wait in its collectives for this one.
+
+        Where it can, this rank does its part in these. Else it can go on only if the backward failed on all ranks.
+
+        Raises:
+            RuntimeError: it did not; the others get an error of communication when this process ends.
+        """
+        if not all(prepared.can_be_completed for prepared in self._prepared):
+            self._failures += 1
+            if not all_fail_here(f"lshdp/failed backward {self._failures}"):
+                raise RuntimeError(
+                    f"a backward failed on rank {self.process_index} and not on the others, which cannot go on "
+                    f"without its part (strategy {self.strategy} gathers parameters in the middle of it): end this "
+                    "process, they end with it. Go on from the last checkpoint"
+                )
+            return
         synchronised = [prepared for prepared in self._models_that_took_part() if prepared.synchronise_next]
-        if not synchronised or self.num_processes == 1:
+        if not synchronised:
             return
         for prepared in synchronised:
             prepared.deliver_backward()

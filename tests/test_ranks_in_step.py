@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from launching import TESTS, base_environment, free_port, rank_environment
 from test_batch_identity import CASE, Script, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
@@ -125,11 +130,44 @@ def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, deviati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deviation", DEVIATIONS)
+@pytest.mark.parametrize("deviation", [each for each in DEVIATIONS if each is not catch_an_exception_of_backward])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "collectives"])
 def test_where_forwards_gather_a_difference_is_an_error_within_a_minute(workers, strategy, deviation):
     errors = workers(2).run(deviate, deviation.__name__, strategy, nodes=(2,), expect_failure=True, timeout=60)
     check(errors, 3)
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_ranks_in_step import catch_an_exception_of_backward
+from test_batch_identity import Script
+catch_an_exception_of_backward(Script(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "collectives"])
+def test_where_forwards_gather_a_failed_backward_ends_all_ranks_within_a_minute(strategy):
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(TESTS), strategy],
+            env={**os.environ, **base_environment(), **rank_environment(rank, (2,), port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 1 for rank in ranks), errors
+    assert "the device is full" in errors[1] and "cannot go on without its part" in errors[1]
+    assert "the connection to another rank was lost" in errors[0]
 
 
 class LazySampler(Sampler):

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import time
+
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.failures import failures_explained
+
+
+#: How long ranks that fail at the same place may be apart.
+_APART_SECONDS = 30.0
+
+
+def all_fail_here(place: str) -> bool:
+    """Whether all ranks call this with the same ``place`` within half a minute of this one (no collective).
+
+    Who waits in a collective of torch cannot be asked by another one, so ranks meet in the store that they were
+    launched with.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.add(place, 1)
+    ends = time.monotonic() + _APART_SECONDS
+    while store.add(place, 0) < dist.get_world_size():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def raise_together(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 
@@ -92,6 +93,11 @@ class PreparedModel(ABC):
     @abstractmethod
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
+
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that would change the parameters: not those that were set to None or zero."""
+        gradients = (p.grad for p in self.trainable_parameters() if p.grad is not None)
+        return any(bool(g.to_local().any() if isinstance(g, DTensor) else g.any()) for g in gradients)
 
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
