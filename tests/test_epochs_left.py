@@ -25,7 +25,7 @@ class Training:
     def __init__(self, strategy: str, *, accumulation: int = 1, generator: bool = False) -> None:
         set_seed(5)
         sizes = (4, 2) if os.environ["WORLD_SIZE"] == "2" else (6,)
-        self.accelerator = LSHDPAccelerator(plan=plan_of(strategy, (4, 2)), gradient_accumulation_steps=accumulation)
+        self.accelerator = LSHDPAccelerator(plan=plan_of(strategy, sizes), gradient_accumulation_steps=accumulation)
         model = CASE.model().double()
         data = [{**sample, "index": torch.tensor(i)} for i, sample in enumerate(CASE.dataset(SAMPLES, torch.float64))]
         shuffling = {"generator": torch.Generator().manual_seed(3)} if generator else {}
