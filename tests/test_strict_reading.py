@@ -189,3 +189,30 @@ def test_a_launch_file_that_means_nothing(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "accelerate-lshdp launch: " in said and f"{file}: " in said
     assert re.search(message, said) and len(said) < 600, said
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"model_type": ' + "9" * 6000, '{"model_type": "gpt2", "n_embd": "x"}']
+)
+def test_a_models_configuration_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "cluster.yaml").write_text("nodes: [{cpu: 1}]\nnetwork: {rate: 1 Gb/s}\n")
+    words = ["--model", str(tmp_path / "config.json"), "--cluster", str(tmp_path / "cluster.yaml")]
+    assert main(["estimate", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "config.json: " in said
+
+
+def test_a_benchmark_says_before_it_starts_that_a_model_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.yaml"
+    file.write_text(
+        "clusters: {one: {nodes: [{cpu: 1}]}}\nnetworks: [1 Gb/s]\ntotal_batch_size: 4\nstrategies: [ddp]\n"
+        "models: {broken: {kind: vit, hidden_size: [1]}}\n"
+    )
+    assert main(["bench", str(file), "--in-process", "--output-dir", str(tmp_path / "out")]) == 2
+    assert "bench.yaml: models.broken: found arguments that transformers refuses" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
