@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +25,8 @@ from accelerate_lshdp.engine.checkpoint import (
     save_model_file,
     stream_full_state,
 )
+from accelerate_lshdp.engine.checkpoint_exchange import all_objects
+from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number, numbered
 from accelerate_lshdp.engine.collectives import GradientReduction
 
 
@@ -38,7 +38,6 @@ else:
     _Base = object
 
 logger = get_logger(__name__)
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class Checkpointing(_Base):
@@ -91,7 +90,8 @@ class Checkpointing(_Base):
         raise_together(self._why_not_now())
         self.check_agreement(f"{self._rank_step.optimizer_steps}", "how many steps their optimizers have made")
         named = self.project_configuration.automatic_checkpoint_naming
-        folder = self._numbered_folder() / f"checkpoint_{self.save_iteration}" if named else output_dir
+        folder = numbered(self._numbered_folder(), self.save_iteration) if named else output_dir
+        raise_together(self._taken(folder) if named else None)
         if folder is None:
             raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
         objects = self._training_objects()
@@ -112,8 +112,9 @@ class Checkpointing(_Base):
         )
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, [], str(folder))
-        if named:
-            self._drop_oldest()
+        limit = self.project_configuration.total_limit
+        if named and limit is not None and self.topology.local_rank == 0:
+            drop_oldest(self._numbered_folder(), limit)
         self.project_configuration.iteration += 1
         return str(folder)
 
@@ -165,6 +166,7 @@ class Checkpointing(_Base):
             self.node_layout,
             plan_digest=self.plan.digest(),
             trust_checkpoint=self.trust_checkpoint,
+            accepts=self._accepts,
         )
         for prepared in self._prepared:
             prepared.parameters_loaded()
@@ -175,6 +177,7 @@ class Checkpointing(_Base):
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
+        self._continue_numbers()
         for hook in self._load_model_state_pre_hook.values():
             hook(self._models, loaded.path)
         return loaded
@@ -240,6 +243,20 @@ class Checkpointing(_Base):
         loaders = [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
         return [loader for loader in loaders if loader.purpose != EVALUATION]
 
+    def _accepts(self, loaders: list[dict], extra: dict) -> None:
+        """Raises ValueError if a checkpoint holds positions and counters that no save writes: it is passed over then.
+
+        Whether they are of as many loaders as this run has is another question.
+        """
+        if type(extra.get("accelerate_step", 0)) is not int:
+            raise ValueError(f"extra.accelerate_step: found {extra['accelerate_step']!r:.60}, expected a whole number")
+        for index, (loader, saved) in enumerate(zip(self._positioned_loaders(), loaders, strict=False)):
+            counters = [name for name, value in loader.state_dict().items() if type(value) is int]
+            for name in counters:
+                found = saved.get(name, 0 if name not in ("epoch", "samples") else None)
+                if type(found) is not int or found < 0:
+                    raise ValueError(f"loaders[{index}].{name}: found {found!r:.60}, expected a whole number")
+
     def _restore_loaders(self, loaded: LoadedCheckpoint) -> None:
         loaders = self._positioned_loaders()
         if len(loaders) != len(loaded.loaders):
@@ -272,21 +289,21 @@ class Checkpointing(_Base):
     def _numbered_folder(self) -> Path:
         return Path(self.project_dir or ".") / "checkpoints"
 
-    def _drop_oldest(self) -> None:
-        """Keeps ``total_limit`` numbered checkpoints on this node, once the newest is complete."""
-        limit = self.project_configuration.total_limit
-        if limit is None or self.topology.local_rank != 0:
-            return
-        numbered = [
-            (int(match[1]), path)
-            for path in self._numbered_folder().iterdir()
-            if (match := _NUMBERED.fullmatch(path.name))
-        ]
-        for _, path in sorted(numbered)[:-limit]:
-            try:
-                shutil.rmtree(path)
-            except FileNotFoundError:
-                logger.debug(f"{path} was removed by another node that shares the folder")
+    def _taken(self, folder: Path) -> str | None:
+        """What is wrong with a number that a checkpoint has on this node already; nothing is ever replaced by it."""
+        if not os.path.lexists(folder):
+            return None
+        return (
+            f"save_state found {folder}, expected a number that is free. To continue that run, call load_state first: "
+            "numbers then go on after the largest one. A new run needs a project_dir of its own, or a larger "
+            "accelerator.project_configuration.iteration"
+        )
+
+    def _continue_numbers(self) -> None:
+        """The next automatic checkpoint gets a larger number than any that some node has (collective)."""
+        if self.project_configuration.automatic_checkpoint_naming:
+            largest = max(all_objects(next_number(self._numbered_folder())))
+            self.project_configuration.iteration = max(self.project_configuration.iteration, largest)
 
     # Models for use elsewhere
 

@@ -40,13 +40,11 @@ from accelerate_lshdp.plan_validation import (
     PlanError,
     describe,
     located,
-    parse_json,
-    read_text,
     require_choice,
-    require_json,
     require_object,
     require_version,
 )
+from accelerate_lshdp.strict_reading import parse_json, read_text, require_json
 from accelerate_lshdp.whole_files import write_whole
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Strict reading of plan documents: JSON in, checked values or one precise error out.
+"""Strict checks of the values in documents: each passes, or is one precise error.
 
 Nothing here knows what a plan means. It knows how to say where a value stands ("batch.ranks[1].micro_batch_size"),
-what was found there, what was expected and what to do about it.
+what was found there, what was expected and what to do about it. `strict_reading` makes the values.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 
 # Far above any real batch, and small enough that products and sums of a few of them stay in 64 bits.
 LARGEST_BATCH = 2**31
-# Deep enough for any curve or certificate; a cyclic or hostile document stops here, not at the interpreter's limit.
-_DEEPEST_NESTING = 64
 
 _Section = TypeVar("_Section")
 
@@ -46,14 +43,6 @@ class PlanError(ValueError):
         return ": ".join(part for part in (self.source, self.path, self.message) if part)
 
 
-class _RepeatedKeys(dict[str, Any]):
-    """A JSON object in which some key appeared more than once; `json` would keep the last one without a word."""
-
-    def __init__(self, pairs: list[tuple[str, Any]], repeated: str) -> None:
-        super().__init__(pairs)
-        self.repeated = repeated
-
-
 @contextmanager
 def located(path: str = "", source: str | None = None) -> Iterator[None]:
     """Adds where it happened to a `PlanError` raised in the block: `path` before its path, `source` if it has none."""
@@ -70,6 +59,7 @@ def join(parent: str, child: str) -> str:
 
 def at_key(parent: str, key: str) -> str:
     """The JSON path of the value under `key` of the object at `parent`."""
+    key = key if len(key) <= 60 else key[:57] + "..."
     return join(parent, key if key.isidentifier() else f"[{json.dumps(key)}]")
 
 
@@ -180,37 +170,6 @@ def require_object(
     return value
 
 
-def require_json(value: object, path: str = "", depth: int = 0) -> None:
-    """Raises PlanError at the first thing in `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys."""
-    if depth > _DEEPEST_NESTING:
-        raise PlanError(
-            f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.", path=path
-        )
-    if isinstance(value, _RepeatedKeys):
-        raise PlanError(
-            f"found the key {json.dumps(value.repeated)} twice in one object, expected it once. Remove one of them.",
-            path=path,
-        )
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise PlanError(f"found the key {describe(key)}, expected keys that are strings.", path=path)
-            require_json(item, at_key(path, key), depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            require_json(item, f"{path}[{index}]", depth + 1)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise PlanError(f"found {describe(value)}, expected a finite number. Measure or plan again.", path=path)
-    elif isinstance(value, int) and value.bit_length() > 64:
-        raise PlanError(f"found {describe(value)}, expected one that fits 64 bits. Use a float.", path=path)
-    elif value is not None and not isinstance(value, (str, int)):
-        raise PlanError(
-            f"found {describe(value)}, expected an object, list, string, number, boolean or null. Convert it.",
-            path=path,
-        )
-
-
 def require_version(document: object, version: int) -> None:
     """Raises PlanError if `document` has another version: asked first, as other errors may follow from it."""
     if not isinstance(document, dict) or "version" not in document:
@@ -222,51 +181,3 @@ def require_version(document: object, version: int) -> None:
             " plan again, or install the accelerate_lshdp that wrote it.",
             path="version",
         )
-
-
-def parse_json(text: str) -> Any:
-    """The JSON value in `text`. Repeated keys and NaN are kept for `require_json`, which can say where they are.
-
-    Raises:
-        PlanError: `text` is empty or is not JSON.
-    """
-    if not text.strip():
-        raise PlanError('found nothing, expected a JSON object such as {"version": 1, "strategy": "lsdp"}.')
-
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                return _RepeatedKeys(pairs, key)
-            seen.add(key)
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=build)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise PlanError(f"found text that is not JSON ({error.msg}, {where}), expected a plan. Correct it.") from None
-    except RecursionError:
-        raise PlanError(f"found more than {_DEEPEST_NESTING} levels of nesting, expected fewer. Flatten it.") from None
-    except ValueError:  # CPython reads no integer of more than a few thousand digits
-        raise PlanError(
-            "found an integer with thousands of digits, expected numbers that fit 64 bits. Correct it."
-        ) from None
-
-
-def read_text(path: Path) -> str:
-    """The text of a plan file (UTF-8, with or without a byte order mark).
-
-    Raises:
-        PlanError: it does not exist, is a directory, cannot be read or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise PlanError("found no such file, expected a plan. Correct the path, or save a plan there.") from None
-    except IsADirectoryError:
-        raise PlanError("found a directory, expected a plan file. Give the path of the file in it.") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"found bytes that are not UTF-8 (at offset {error.start}). Save it as UTF-8 JSON.") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise PlanError(f"cannot read it ({error}). Give the path of a plan file that can be read.") from None

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, STRATEGIES, Case
 from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
 from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NetworkDescription, NodeDescription
@@ -28,6 +26,7 @@ from accelerate_lshdp.plan_validation import (
     require_number,
     require_object,
 )
+from accelerate_lshdp.strict_reading import read_yaml
 
 
 MODEL_KINDS = ("vit", "gpt2")
@@ -153,14 +152,9 @@ class BenchmarkConfig:
             ConfigError: the file is missing, is not YAML, or holds something wrong; it says where.
         """
         with _config_errors(os.fspath(path)):
-            try:
-                text = Path(path).read_text(encoding="utf-8")
-                document = yaml.load(text, Loader=_StrictLoader)
-            except (OSError, UnicodeDecodeError) as error:
-                raise PlanError(f"cannot be read: {error}.") from None
-            except yaml.YAMLError as error:
-                raise PlanError(f"found text that is not YAML, expected a benchmark: {error}") from None
-            return cls._from_document(document)
+            if not Path(path).is_file():
+                raise PlanError("cannot be read: found no such file, expected a benchmark. Correct the path.")
+            return cls._from_document(read_yaml(path, "benchmark"))
 
     @classmethod
     def from_dict(cls, document: object) -> BenchmarkConfig:
@@ -191,7 +185,8 @@ class BenchmarkConfig:
                 for index, entry in enumerate(require_list(sections["strategies"], "strategies", "case"))
             ),
             limits=tuple(
-                _read_limit(entry, f"limits[{index}]") for index, entry in enumerate(sections.get("limits") or [])
+                _read_limit(entry, f"limits[{index}]")
+                for index, entry in enumerate(_optional_list(sections.get("limits"), "limits", "limit"))
             ),
             document=sections,
             **{name: sections[name] for name in _SETTINGS if name in sections},
@@ -227,6 +222,10 @@ def _entries(value: object, path: str) -> Iterator[tuple[str, object]]:
     for name in value:
         require_name(name, path, "names that are words")
     return iter(value.items())
+
+
+def _optional_list(value: object, path: str, what: str) -> list[Any]:
+    return [] if value is None or value == [] else require_list(value, path, what)
 
 
 def _read_networks(value: object) -> dict[str, NetworkDescription]:
@@ -323,17 +322,6 @@ def _read_ratio(section: Mapping[str, Any], path: str) -> Ratio:
     return Ratio(labels[0], labels[1], parts[2], figure)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice; PyYAML would keep the last one without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
-        if repeated is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"found the key {repeated!r} twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 @contextmanager
 def _described(path: str) -> Iterator[None]:
     """Says where in the file a description of nodes or links is wrong."""
@@ -352,3 +340,5 @@ def _config_errors(source: str | None = None) -> Iterator[None]:
             yield
     except PlanError as error:
         raise ConfigError(str(error)) from None
+    except ConfigError as error:  # of parts that do not fit each other, which know of no file
+        raise ConfigError(f"{source}: {error}" if source else str(error)) from None

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def build_model(description: Mapping[str, Any], seed: int) -> nn.Module:
@@ -18,14 +22,41 @@ def build_model(description: Mapping[str, Any], seed: int) -> nn.Module:
         seed: of its weights.
     """
     torch.manual_seed(seed)
+    configuration = _configuration(description)
+    if description["kind"] == "vit":
+        from transformers import ViTForImageClassification
+
+        return ViTForImageClassification(configuration).train()
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel(configuration).train()
+
+
+def check_model(description: Mapping[str, Any]) -> None:
+    """Checks, before any process is started, that transformers takes the arguments.
+
+    Raises:
+        ValueError: it does not.
+    """
+    try:
+        _configuration(description)
+    except Exception as error:  # its own checks raise errors of many kinds
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"found arguments that transformers refuses ({said}), expected those of a configuration of kind"
+            f" {description['kind']}. Correct them."
+        ) from error
+
+
+def _configuration(description: Mapping[str, Any]) -> PretrainedConfig:
     arguments = {key: value for key, value in description.items() if key != "kind"}
     if description["kind"] == "vit":
-        from transformers import ViTConfig, ViTForImageClassification
+        from transformers import ViTConfig
 
-        return ViTForImageClassification(ViTConfig(**arguments)).train()
-    from transformers import GPT2Config, GPT2LMHeadModel
+        return ViTConfig(**arguments)
+    from transformers import GPT2Config
 
-    return GPT2LMHeadModel(GPT2Config(**arguments)).train()
+    return GPT2Config(**arguments)
 
 
 def narrowed(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = BenchmarkConfig.load(arguments.config)
     if not arguments.in_process:
         require_emulation(config)
+    from accelerate_lshdp.benchmarking.models import check_model
+
+    for name, description in config.models.items():
+        try:
+            check_model(description)
+        except ValueError as error:
+            raise ValueError(f"{arguments.config}: models.{name}: {error}") from error
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
 
     from accelerate_lshdp.benchmarking.results import run_benchmark

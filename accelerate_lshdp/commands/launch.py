@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from accelerate_lshdp.commands.config import add_layout_arguments, check_with_accelerate, make_layout, render_node
+from accelerate_lshdp.commands.launch_config import read_launch_config
 from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
 
 
@@ -79,14 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="accelerate-lshdp-")))
         if arguments.config_file is None:
-            folder = stack.enter_context(TemporaryDirectory(prefix="accelerate-lshdp-"))
-            file = _write_config(arguments, plan, Path(folder))
+            file = _write_config(arguments, plan, folder)
             overrides = []
         else:
             file = arguments.config_file
             overrides = _overrides(arguments)
-        config = _read_config(file)
+        config, understood = read_launch_config(file, folder)
         if not config.use_cpu and _local_device() == "cpu":
             raise ValueError(
                 f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(config, arguments)
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
-            ["--config_file", str(file), *overrides, *shim, arguments.script, *arguments.script_args]
+            ["--config_file", str(understood), *overrides, *shim, arguments.script, *arguments.script_args]
         )
 
 
@@ -142,34 +143,6 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
         if value is not None
         for part in (flag, str(value))
     ]
-
-
-def _read_config(file: Path) -> ClusterConfig:
-    import yaml
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-
-    advice = "write one with accelerate-lshdp config"
-    if not file.is_file():
-        raise ValueError(f"there is no configuration file {str(file)!r}; {advice}")
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not YAML ({error}); {advice}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{file} is not a configuration of accelerate, which has keys and values; {advice}")
-    config = load_config_from_file(str(file))
-    if not isinstance(config, ClusterConfig):
-        raise ValueError(f"{file} is for {config.compute_environment}, expected LOCAL_MACHINE; {advice}")
-    engines = [f"distributed_type {name}" for name in ("DEEPSPEED", "MEGATRON_LM") if config.distributed_type == name]
-    engines += ["a parallelism_config"] if config.parallelism_config else []
-    if engines:
-        raise ValueError(f"{file} has {engines[0]}, which cannot share a model with LSHDP; {advice}")
-    if not 0 <= config.machine_rank < config.num_machines or _local_ranks(config) < 1:
-        raise ValueError(
-            f"{file} has num_processes {config.num_processes}, num_machines {config.num_machines} and machine_rank"
-            f" {config.machine_rank}, which starts no process on this node; {advice}"
-        )
-    return config
 
 
 def _local_ranks(config: ClusterConfig) -> int:

@@ -278,9 +278,13 @@ def _write_yamls(layout: Layout, folder: Path, force: bool) -> list[Path]:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from accelerate_lshdp.plan_certificate import verify_plan
+    from accelerate_lshdp.planning import CertificateError
 
     plan = Plan.load(arguments.verify)
-    verify_plan(plan)
+    try:
+        verify_plan(plan)
+    except CertificateError as error:
+        raise CertificateError(f"{arguments.verify}: {error}") from error
     print(f"{arguments.verify}: the certificate holds: for the curves in it, no plan of its kind is better.")
     return 0
 

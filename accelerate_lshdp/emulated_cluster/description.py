@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from accelerate_lshdp.plan_validation import describe
+from accelerate_lshdp.strict_reading import read_yaml
 
 
 _BYTES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BITS_PER_SECOND = {"b/s": 1.0, "kb/s": 1e3, "Mb/s": 1e6, "Gb/s": 1e9}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+# Far above any machine, and small enough for everything that is made for each rank or multiplied by these.
+_MOST_CORES, _MOST_RANKS, _MOST_BYTES = 2**20, 4096, 2**60
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,14 @@ class NodeDescription:
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        _require_number("cpu", self.cpu, "cores of a node, more than 0", self.cpu > 0)
-        if self.memory_bytes is not None and self.memory_bytes < 1:
+        _require_number("cpu", self.cpu, "cores of a node, more than 0", 0 < self.cpu <= _MOST_CORES)
+        if self.memory_bytes is not None and not 1 <= self.memory_bytes <= _MOST_BYTES:
             raise ValueError(
-                f"memory: found {self.memory_bytes} bytes, expected at least 1; leave it out for no limit"
+                f"memory: found {self.memory_bytes} bytes, expected at least 1 and no more than a machine has; leave"
+                " it out for no limit"
             )
-        if self.ranks < 1:
-            raise ValueError(f"ranks: found {self.ranks}, expected at least 1")
+        if not 1 <= self.ranks <= _MOST_RANKS:
+            raise ValueError(f"ranks: found {self.ranks}, expected at least 1 and at most {_MOST_RANKS}")
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,10 @@ class ClusterDescription:
         Raises:
             ValueError: what is wrong in it, with its path.
         """
+        document = read_yaml(path, "cluster")
         try:
-            return ClusterDescription.from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, yaml.YAMLError) as error:
+            return ClusterDescription.from_dict(document)
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     @staticmethod
@@ -109,7 +114,7 @@ class ClusterDescription:
         document = _section("cluster", document, required={"nodes", "network"})
         if not isinstance(document["nodes"], list):
             raise ValueError(
-                f"nodes: found {document['nodes']!r}, expected a list such as [{{cpu: 0.8}}, {{cpu: 0.3}}]"
+                f"nodes: found {_shown(document['nodes'])}, expected a list such as [{{cpu: 0.8}}, {{cpu: 0.3}}]"
             )
         nodes = []
         for index, found in enumerate(document["nodes"]):
@@ -148,22 +153,22 @@ class ClusterDescription:
 
 def _section(where: str, found: Any, required: set[str], optional: set[str] = frozenset()) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: found {found!r}, expected a mapping with {_names(required)}")
+        raise ValueError(f"{where}: found {_shown(found)}, expected a mapping with {_names(required)}")
     unknown, absent = set(found) - required - optional, required - set(found)
     if unknown:
         raise ValueError(f"{where}: found the unknown key {_names(unknown)}, expected {_names(required | optional)}")
     if absent:
-        raise ValueError(f"{where}: {_names(absent)} is missing")
+        raise ValueError(f"{where}: {_names(absent)} is missing, expected a value. Add it")
     return found
 
 
 def _names(keys: set[Any]) -> str:
-    return ", ".join(sorted(map(str, keys)))
+    return ", ".join(sorted(str(key)[:60] for key in keys))
 
 
 def _quantity(key: str, found: Any, units: Mapping[str, float], example: str) -> float:
     """A number with a unit; 0 needs none."""
-    text = str(found)
+    text = str(found) if isinstance(found, (str, int, float)) else ""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", text)
     try:
         number = float(match[1]) if match else math.nan
@@ -171,22 +176,31 @@ def _quantity(key: str, found: Any, units: Mapping[str, float], example: str) ->
         number = math.nan
     unit = match[2] if match else ""
     # Upper and lower case differ here, as in "MB" and "Mb": a megabit is not a megabyte.
-    if isinstance(found, bool) or math.isnan(number) or (number and unit not in units):
+    value = number * units.get(unit, math.nan) if number else number
+    if isinstance(found, bool) or not math.isfinite(value):
         raise ValueError(
-            f"{key}: found {found!r}, expected a number with one of the units {', '.join(units)}: {example}"
+            f"{key}: found {_shown(found)}, expected a number with one of the units {', '.join(units)}: {example}"
         )
-    return number * units[unit] if number else 0.0
+    return value
+
+
+def _shown(found: Any) -> str:
+    """As Python writes it, shortened."""
+    if isinstance(found, int) and found.bit_length() > 128:
+        return describe(found)
+    text = repr(found)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _number(key: str, found: Any) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise ValueError(f"{key}: found {found!r}, expected a number")
-    return float(found)
+        raise ValueError(f"{key}: found {_shown(found)}, expected a number")
+    return float(found) if abs(found) <= 1e300 else math.inf
 
 
 def _whole(key: str, found: Any) -> int:
     if isinstance(found, bool) or not isinstance(found, int):
-        raise ValueError(f"{key}: found {found!r}, expected a whole number")
+        raise ValueError(f"{key}: found {_shown(found)}, expected a whole number")
     return found
 
 

@@ -32,14 +32,20 @@ from accelerate_lshdp.engine.checkpoint_files import (
     check_replaceable,
     commit,
     newest_generation,
-    partial_folder,
     remove_leftovers,
     write_file,
 )
 from accelerate_lshdp.engine.checkpoint_model import stream_full_state
 from accelerate_lshdp.engine.checkpoint_restore import SavedModels, SavedTraining
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile, save_model_file, stream_to_file
-from accelerate_lshdp.engine.checkpoint_transfer import bring_to_all_nodes, elect_writer, find_newest, warn_of
+from accelerate_lshdp.engine.checkpoint_transfer import (
+    bring_to_all_nodes,
+    elect_writer,
+    enter_partial_folder,
+    find_newest,
+    warn_of,
+)
+from accelerate_lshdp.engine.checkpoint_validation import Accepts
 
 
 __all__ = [
@@ -124,22 +130,23 @@ def save_checkpoint(
         if elected:
             attempt(lambda: check_replaceable(final))
             attempt(lambda: remove_leftovers(final.parent))
+        if layout.is_writer:  # of all nodes: one that shares the folder may see late what another one wrote
             generation = attempt(lambda: newest_generation(final.parent)) or 0
         generation = max(all_objects(generation)) + 1
         save_id = object_from(0, uuid.uuid4().hex)
         folder = None
         if elected:
-            folder = attempt(lambda: stack.enter_context(partial_folder(final, save_id)))
+            folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
         together(f"preparing to write checkpoint {final}", attempt.error)
         files = _write(contents, folder, layout, attempt)
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
-        if elected:
+        if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
         together(f"writing checkpoint {final}", attempt.error)
         with failing_together(f"renaming checkpoint {final} to its final name"):
-            if elected:
+            if folder is not None:
                 commit(folder, final, save_id)
-    _warn_of_drift(all_objects(files if elected else None), final, layout)
+    _warn_of_drift(all_objects(files if folder is not None else None), final, layout)
 
 
 def load_checkpoint(
@@ -149,6 +156,7 @@ def load_checkpoint(
     *,
     plan_digest: str,
     trust_checkpoint: bool = False,
+    accepts: Accepts | None = None,
 ) -> LoadedCheckpoint:
     """Restores a run from the newest checkpoint that is complete on some node (collective).
 
@@ -161,11 +169,12 @@ def load_checkpoint(
         layout: the place of this rank.
         plan_digest: of the plan of this run.
         trust_checkpoint: allows reading pickles. A pickle can run any code.
+        accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
 
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
-    path = _on_all_nodes(directory, layout)
+    path = _on_all_nodes(directory, layout, accepts)
     with failing_together(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
@@ -175,10 +184,11 @@ def load_checkpoint(
         random_state = saved.random_state(layout.rank) if same_plan else None
         fits = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
     rng_restored = all(all_objects(fits))  # on all ranks or on none
-    if rng_restored:
-        checkpoint_rng.restore(random_state, layout.device)
-    else:
-        checkpoint_rng.derive(manifest.seed, layout.rank, manifest.samples_seen)
+    with failing_together(f"restoring the random numbers of checkpoint {path}"):
+        if rng_restored:
+            checkpoint_rng.restore(random_state, layout.device)
+        else:
+            checkpoint_rng.derive(manifest.seed, layout.rank, manifest.samples_seen)
     return LoadedCheckpoint(
         path=str(path),
         loaders=saved.loaders,
@@ -206,9 +216,9 @@ def load_models(directory: str | os.PathLike, models: list[nn.Module], layout: N
         saved.apply()
 
 
-def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout) -> Path:
+def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout, accepts: Accepts | None = None) -> Path:
     root = Path(os.path.realpath(directory))
-    newest, problems = find_newest(root, layout)
+    newest, problems = find_newest(root, layout, accepts)
     if newest is None:
         found = "\n".join(problems) if problems else "no node has any"
         together(f"loading from {root}", f"there is no complete checkpoint there: {found}")

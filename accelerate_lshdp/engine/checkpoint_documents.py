@@ -94,16 +94,22 @@ def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(document["base64"])
     if kind == "scalar":
-        return numpy.dtype(document["dtype"]).type(decode(document["value"], tensors))
+        scalar = numpy.dtype(document["dtype"])
+        if scalar.kind not in "biuf":
+            raise ValueError(f"a document holds a scalar of the unknown type {document['dtype']!r:.60}")
+        return scalar.type(decode(document["value"], tensors))
     if kind == "dtype":
-        return getattr(torch, document["name"])
+        dtype = getattr(torch, document["name"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a document holds the unknown dtype {document['name']!r:.60}")
+        return dtype
     if kind == "device":
         return torch.device(document["name"])
     if kind == "tensor":
         return tensors[document["tensor"]]
     if kind == "array":
         return tensors[document["tensor"]].numpy()
-    raise ValueError(f"a document holds the unknown type {kind!r}")
+    raise ValueError(f"a document holds the unknown type {kind!r:.60}")
 
 
 def tensor_paths(document: Any) -> list[str]:

@@ -8,90 +8,26 @@ lock on its folder: a hidden folder that nobody holds is what a killed writer le
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
-import shutil
 import time
+import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from accelerate_lshdp.engine.checkpoint_manifest import MANIFEST, Manifest
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
+from accelerate_lshdp.engine.shared_folder import changed_at, entries, holds_file, is_gone, remove_file, remove_tree
 
 
-FORMAT = "accelerate_lshdp checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
 READ_BYTES = 1 << 24
-#: A token of this age was left by a killed process.
+#: A token of this age was left by a killed process; so was a hidden folder, where the file system has no locks.
 LONGEST_ELECTION_SECONDS = 3600.0
 _TOKEN = re.compile(r"\..+\.[0-9a-f]{32}\.node\d+")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<save_id>[0-9a-f]{32})\.(?P<kind>partial|replaced)")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        save_id: the same on all nodes, different for every save.
-        generation: one more than that of any checkpoint that was in the parent folder of any node; the order of saves,
-            which neither the clocks of the nodes nor a run that went back to an earlier step can confuse.
-        step, samples_seen, seed, world_size, plan_digest: of the run when it saved.
-        files: sizes and checksums. Nodes may differ in these, where their replicas do.
-    """
-
-    save_id: str
-    generation: int
-    step: int
-    samples_seen: int
-    seed: int
-    world_size: int
-    plan_digest: str
-    files: dict[str, WrittenFile]
-
-    @property
-    def age(self) -> tuple[int, int, str]:
-        """Sorts from the oldest to the newest."""
-        return (self.generation, self.step, self.save_id)
-
-    def to_json(self) -> str:
-        document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        document["checksum"] = _checksum(document)
-        return json.dumps(document, indent=1) + "\n"
-
-    @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Reads and checks the manifest alone.
-
-        Raises:
-            ValueError: if it is damaged or of another version.
-            OSError: as the file system raises it.
-        """
-        path = folder / MANIFEST
-        try:
-            document = json.loads(path.read_bytes())
-            if document["format"] != FORMAT:
-                raise ValueError(f"format {document['format']!r}")
-            version = document["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not the manifest of a checkpoint, or damaged: {error!r}") from error
-        if version != VERSION:
-            raise ValueError(
-                f"{path} has version {version!r}, this release reads version {VERSION}; load it with the release that "
-                "wrote it"
-            )
-        checksum = document.pop("checksum", None)
-        if checksum != _checksum(document):
-            raise ValueError(f"{path} is damaged: its checksum does not match")
-        files = {name: WrittenFile(**written) for name, written in document.pop("files").items()}
-        if any(os.path.basename(name) != name for name in files):  # it may come from another node
-            raise ValueError(f"{path} lists files outside its folder: {sorted(files)}")
-        return cls(**{key: value for key, value in document.items() if key not in ("format", "version")}, files=files)
 
 
 @dataclass(frozen=True)
@@ -114,18 +50,18 @@ class Found:
 def search(directory: Path) -> list[Found]:
     """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete."""
     found = []
-    if (directory / MANIFEST).is_file():
+    if holds_file(directory / MANIFEST):
         found.append(_look(directory, ""))
     for path, name in _abandoned(directory.parent):
-        if name == directory.name and (path / MANIFEST).is_file():
+        if name == directory.name and holds_file(path / MANIFEST):
             found.append(_look(path, ""))
-    if found or not directory.is_dir():
+    if found:
         return found
-    for path in sorted(directory.iterdir()):
-        if not path.name.startswith(".") and (path / MANIFEST).is_file():
+    for path in entries(directory):
+        if not path.name.startswith(".") and holds_file(path / MANIFEST):
             found.append(_look(path, path.name))
     for path, name in _abandoned(directory):
-        if (path / MANIFEST).is_file():
+        if holds_file(path / MANIFEST):
             found.append(_look(path, name))
     return found
 
@@ -165,7 +101,7 @@ def write_file(path: Path, data: bytes) -> WrittenFile:
 def check_replaceable(final: Path) -> None:
     """Raises FileExistsError if a save to `final` would replace something that is no checkpoint."""
     if final.is_dir():
-        if any(final.iterdir()) and not (final / MANIFEST).is_file():
+        if entries(final) and not holds_file(final / MANIFEST):
             raise FileExistsError(
                 f"{final} exists, is not empty and is not a checkpoint; a checkpoint replaces the whole folder, "
                 "so give it a name of its own"
@@ -176,37 +112,67 @@ def check_replaceable(final: Path) -> None:
 
 @contextmanager
 def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
-    """A new hidden folder beside `final`, locked; what is left of it at the end is removed."""
+    """A new hidden folder beside `final`, locked; what is left of it at the end is removed.
+
+    Raises:
+        FileExistsError: another node, which shares the parent folder, has just made it: the file system decides who
+            writes where tokens of other nodes are seen too late.
+    """
     path = _hidden_path(final, save_id, "partial")
-    if path.exists():  # this very save, left by a killed transfer
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
+    os.mkdir(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _lock(descriptor, fcntl.LOCK_EX)
         yield path
     finally:
         os.close(descriptor)
-        if path.exists():
-            shutil.rmtree(path)
+        remove_tree(path)
 
 
 def commit(folder: Path, final: Path, save_id: str) -> None:
     """Renames a complete hidden folder to its final name, in place of an older checkpoint if there is one.
 
     Killed between the two renames, it leaves no final name but two complete hidden folders, which `search` and
-    `recover` know. Files that others put into the older checkpoint move to the new one.
+    `recover` know. Files that others put into the older checkpoint move to the new one. If another node or run has
+    given this folder its name in the meantime, as `recover` does, nothing is left to be done.
     """
-    _sync_folder(folder)
-    replaced = None
-    if final.is_dir():
-        replaced = _hidden_path(final, save_id, "replaced")
-        os.rename(final, replaced)
-    os.rename(folder, final)
+    replaced: Path | None = _hidden_path(final, uuid.uuid4().hex, "replaced")
+    try:
+        _sync_folder(folder)
+        # Renamed without a look at what is there: another node may have made or moved it since, or be seen to late.
+        try:
+            os.rename(final, replaced)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            replaced = None
+        try:
+            os.rename(folder, final)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, final)
+            raise
+    except OSError as error:
+        if is_gone(error) and is_named(final, save_id):
+            return
+        raise
     _sync_folder(final.parent)
     if replaced is not None:
         _keep_foreign_files(replaced, final)
-        shutil.rmtree(replaced)
+        remove_tree(replaced)
+
+
+def drop(final: Path) -> None:
+    """Removes a checkpoint as a whole: it is out of sight at once, whoever else drops it at the same time."""
+    hidden = _hidden_path(final, uuid.uuid4().hex, "replaced")
+    try:
+        os.rename(final, hidden)
+    except OSError as error:
+        if is_gone(error):
+            return
+        raise
+    remove_file(hidden / MANIFEST)  # first, so that nobody takes what a killed process leaves for a checkpoint
+    remove_tree(hidden)
 
 
 def recover(final: Path) -> None:
@@ -226,10 +192,17 @@ def remove_leftovers(parent: Path) -> None:
     for name in {name for _, name in _abandoned(parent)}:
         recover(parent / name)
     for path, _ in _abandoned(parent):
-        shutil.rmtree(path)
-    for path in parent.iterdir():
-        if _TOKEN.fullmatch(path.name) and path.stat().st_mtime < time.time() - LONGEST_ELECTION_SECONDS:
-            path.unlink()
+        if _has_locks(path) or _is_old(path):
+            remove_tree(path)
+    for path in entries(parent):
+        if _TOKEN.fullmatch(path.name) and _is_old(path):
+            remove_file(path)
+
+
+def is_named(final: Path, save_id: str) -> bool:
+    """Whether a checkpoint of this save has its final name."""
+    found = _look(final, "").manifest
+    return found is not None and found.save_id == save_id
 
 
 def is_hidden(path: Path) -> bool:
@@ -242,34 +215,55 @@ def token_path(final: Path, token: str, node: int) -> Path:
     return final.parent / f".{final.name}.{token}.node{node}"
 
 
+def hidden_names(parent: Path) -> list[str]:
+    """The final names of all hidden folders in `parent`."""
+    return [name for _, name in _hidden(parent)]
+
+
 def newest_generation(parent: Path) -> int:
     """The largest generation of any checkpoint in `parent`; 0 if there is none."""
-    if not parent.is_dir():
-        return 0
-    manifests = (_look(path, "").manifest for path in parent.iterdir() if (path / MANIFEST).is_file())
+    manifests = (_look(path, "").manifest for path in entries(parent) if holds_file(path / MANIFEST))
     return max((manifest.generation for manifest in manifests if manifest is not None), default=0)
 
 
 def in_use(folder: Path) -> bool:
     """Whether a living writer holds a hidden folder. Where folders cannot be locked (NFS) nothing is ever in use."""
+    return _try_lock(folder) is False
+
+
+def _has_locks(folder: Path) -> bool:
+    """Whether a living writer would be known by its lock."""
+    return _try_lock(folder) is not None
+
+
+def _try_lock(folder: Path) -> bool | None:
+    """True: nobody holds it; False: somebody does, or has renamed or removed it; None: it cannot be locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:  # committed or removed since it was listed
-        return True
+    except OSError as error:
+        if is_gone(error):  # committed or removed since it was listed
+            return False
+        raise
     try:
-        return not _lock(descriptor, fcntl.LOCK_SH)
+        return _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int) -> bool:
-    """False if another process holds the lock."""
+def _is_old(path: Path) -> bool:
+    """Whether nothing there has changed for longer than anybody writes without a pause."""
+    times = [changed_at(part) for part in (path, *entries(path))]
+    return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
+
+
+def _lock(descriptor: int, kind: int) -> bool | None:
+    """False if another process holds the lock; None if this file system has no locks for folders."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no locks for folders
-        return True
+    except OSError:
+        return None
     return True
 
 
@@ -282,9 +276,7 @@ def _look(path: Path, relative: str) -> Found:
 
 def _hidden(parent: Path) -> list[tuple[Path, str]]:
     """Hidden folders of this module in `parent`, each with the final name that it was meant for."""
-    if not parent.is_dir():
-        return []
-    matches = [(path, _HIDDEN.fullmatch(path.name)) for path in sorted(parent.iterdir())]
+    matches = [(path, _HIDDEN.fullmatch(path.name)) for path in entries(parent)]
     return [(path, match["name"]) for path, match in matches if match]
 
 
@@ -303,9 +295,13 @@ def _keep_foreign_files(replaced: Path, final: Path) -> None:
     found = _look(replaced, "")
     if found.manifest is None:  # nothing says which files are ours
         return
-    for path in replaced.iterdir():
+    for path in entries(replaced):
         if path.name != MANIFEST and path.name not in found.manifest.files and not (final / path.name).exists():
-            os.rename(path, final / path.name)
+            try:
+                os.rename(path, final / path.name)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
 
 
 def _sync_folder(path: Path) -> None:
@@ -314,8 +310,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _checksum(document: dict[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in document.items() if key != "checksum"}, sort_keys=True)
-    return f"{zlib.crc32(text.encode()):08x}"

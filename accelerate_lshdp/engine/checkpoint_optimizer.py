@@ -120,6 +120,8 @@ def check(
             )
         found = dict(saved_options[candidates[0]]) if candidates else {}
         for key, value in found.items():
+            if not _can_replace(value, group.get(key)):
+                raise ValueError(f"option {key!r} of parameter group {index} is {value!r:.60} in the checkpoint")
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                 found[key] = value.to(group[key].device)
         options.append(found)
@@ -130,6 +132,16 @@ def check(
                     check_shape(f"optimizer state {key!r} of {name}", reader.entry(value["tensor"]).shape, parameter)
             parameters.append((parameter, group, saved))
     return OptimizerLoad(optimizer, options, parameters, decode(document["other"], StoredTensors(reader)), reader)
+
+
+def _can_replace(saved: object, current: object) -> bool:
+    """Whether a saved option is of the kind of the one that it replaces; None and unknown kinds say nothing."""
+    if isinstance(current, (int, float, torch.Tensor)):
+        return isinstance(saved, (int, float, torch.Tensor))
+    if isinstance(current, (tuple, list)):
+        alike = isinstance(saved, (tuple, list)) and len(saved) == len(current)
+        return alike and all(map(_can_replace, saved, current))
+    return not isinstance(current, str) or isinstance(saved, str)
 
 
 def compare_names(what: str, saved: set[str], current: set[str]) -> None:

@@ -28,6 +28,18 @@ def fits(state: dict[str, Any], device: torch.device) -> bool:
     return state["device_type"] == device.type
 
 
+def check(state: dict[str, Any]) -> None:
+    """Raises whatever is wrong with a state; no generator of this process changes."""
+    version, words, gauss = state["python"]
+    random.Random().setstate((version, tuple(words.tolist()), gauss))
+    numpy.random.RandomState().set_state(tuple(state["numpy"]))
+    torch.Generator().set_state(state["torch"].clone())
+    if not isinstance(state["device_type"], str):
+        raise ValueError(f"found {state['device_type']!r:.60}, expected a kind of device")
+    if (state["device_type"] == "cpu") != (state["device"] is None):
+        raise ValueError(f"found a state of {state['device_type']} without or with too many generators")
+
+
 def restore(state: dict[str, Any], device: torch.device) -> None:
     """Sets all generators to what `capture` saw."""
     version, words, gauss = state["python"]

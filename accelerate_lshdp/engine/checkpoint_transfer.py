@@ -29,6 +29,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     check_replaceable,
     commit,
     is_hidden,
+    is_named,
     partial_folder,
     search,
     token_path,
@@ -36,6 +37,8 @@ from accelerate_lshdp.engine.checkpoint_files import (
     write_file,
 )
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
+from accelerate_lshdp.engine.checkpoint_validation import Accepts, what_is_wrong
+from accelerate_lshdp.engine.shared_folder import remove_file, wait_until
 
 
 #: Bytes of one broadcast while a checkpoint is sent to other nodes.
@@ -88,15 +91,28 @@ def elect_writer(final: Path, layout: NodeLayout) -> bool:
             elected = layout.is_writer and not any(path.exists() for path in tokens[: layout.node])
     finally:
         if left:  # everyone has looked by now, or has failed
-            tokens[layout.node].unlink()
+            remove_file(tokens[layout.node])
     return elected
 
 
-def find_newest(directory: Path, layout: NodeLayout) -> tuple[Newest | None, list[str]]:
+def enter_partial_folder(stack: ExitStack, final: Path, identity: str) -> Path | None:
+    """The hidden folder for `final` while `stack` is open; None if another node that shares the parent has it.
+
+    Two nodes of one shared parent are elected where the file system shows tokens late; the folder has one maker.
+    """
+    try:
+        return stack.enter_context(partial_folder(final, identity))
+    except FileExistsError:
+        return None
+
+
+def find_newest(
+    directory: Path, layout: NodeLayout, accepts: Accepts | None = None
+) -> tuple[Newest | None, list[str]]:
     """The newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
-    Collective. Newest is by order of saving. Checksums of all its files are verified on every node that has it; a node
-    whose copy is damaged counts as lacking it.
+    Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
+    it; a node whose copy is damaged counts as lacking it. `accepts` checks what the document holds for others.
     """
     found: list[Found] = []
     with failing_together(f"searching for checkpoints in {directory}"):
@@ -109,7 +125,10 @@ def find_newest(directory: Path, layout: NodeLayout) -> tuple[Newest | None, lis
     for age in sorted({tuple(age) for ages, _ in told for age in ages}, reverse=True):
         save_id = age[-1]
         candidate = mine.get(save_id)
-        problem = verify(candidate.path, candidate.manifest) if candidate else None
+        problem = None
+        if candidate is not None:
+            problem = verify(candidate.path, candidate.manifest)
+            problem = problem or what_is_wrong(candidate.path, candidate.manifest, accepts)
         path = str(candidate.path) if candidate and problem is None else None
         answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem))
         problems += [f"node {node}: {text}" for node, _, _, text in answers if text is not None]
@@ -134,8 +153,15 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
     final = newest.final_path(directory, layout)
     here = newest.paths[layout.node]
     in_place = all(all_objects(here is not None and Path(here) == final))
-    if in_place:
-        return final
+    if not in_place:
+        _name_or_send(newest, final, here, layout)
+    with failing_together(f"reading checkpoint {final}"):
+        wait_until(lambda: is_named(final, newest.save_id), final.parent, f"checkpoint {final}")
+    return final
+
+
+def _name_or_send(newest: Newest, final: Path, here: str | None, layout: NodeLayout) -> None:
+    """Gives a checkpoint its final name on nodes that have it, and sends it to the others (collective)."""
     elected = elect_writer(final, layout)
     with failing_together("renaming a checkpoint that a killed writer had completed"):
         if elected and here is not None and Path(here) != final:
@@ -145,7 +171,6 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
     receives = elected and here is None
     if any(all_objects(receives)):
         _send(newest, final, receives, layout)
-    return final
 
 
 def warn_of(problems: list[str], chosen: Newest, layout: NodeLayout) -> None:
@@ -166,20 +191,21 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
             text, manifest = (final / MANIFEST).read_bytes(), Manifest.read(final)
         if receives:
             check_replaceable(final)
-    text, manifest = object_from(newest.source, (text, manifest))
+    # An identity of its own: a transfer of this checkpoint that was killed may have left a folder.
+    text, manifest, identity = object_from(newest.source, (text, manifest, uuid.uuid4().hex))
     attempt = Attempt()
     with ExitStack() as stack:
         folder = None
         if receives:
-            folder = attempt(lambda: stack.enter_context(partial_folder(final, newest.save_id)))
+            folder = attempt(lambda: enter_partial_folder(stack, final, identity))
         together(what, attempt.error)  # before anything long is sent
         for name, written in manifest.files.items():
             _send_file(name, written, final if is_source else None, folder, newest.source, layout, attempt)
-        if receives:
+        if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, text))
         together(what, attempt.error)
         with failing_together(what):
-            if receives:
+            if folder is not None:
                 commit(folder, final, newest.save_id)
 
 

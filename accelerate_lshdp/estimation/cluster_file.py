@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NodeDescription
 from accelerate_lshdp.estimation.devices import (
     CORE_FLOPS,
@@ -23,12 +21,15 @@ from accelerate_lshdp.estimation.devices import (
     Device,
     find_device,
 )
+from accelerate_lshdp.plan_validation import describe
 from accelerate_lshdp.planning.network import Link
+from accelerate_lshdp.strict_reading import read_yaml
 
 
 _REAL = ("device", "tflops", "device_memory")
 #: Cores of a host with devices, where the file does not say.
 _HOST_CORES = 8.0
+_MOST_TERAFLOPS = 1e6  # far above any device
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ def load_cluster(path: str | Path) -> EstimatedCluster:
     Raises:
         ValueError: what is wrong in it, with its path.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: found no cluster that can be read: there is no such file. Give a YAML file")
+    document = read_yaml(path, "cluster")
     try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         return read_cluster(document)
-    except OSError as error:
-        raise ValueError(f"{path}: found no cluster that can be read ({error.strerror}): give a YAML file") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -141,9 +142,11 @@ def _split(document: Any) -> tuple[Any, list[dict[str, Any]]]:
 def _node(node: NodeDescription, found: dict[str, Any]) -> EstimatedNode:
     teraflops = found.get("tflops")
     if teraflops is not None and (
-        isinstance(teraflops, bool) or not isinstance(teraflops, (int, float)) or not teraflops > 0
+        isinstance(teraflops, bool) or not isinstance(teraflops, (int, float)) or not 0 < teraflops <= _MOST_TERAFLOPS
     ):
-        raise ValueError(f"tflops: found {teraflops!r}, expected 1e12 operations a second, more than 0, such as 12.5")
+        raise ValueError(
+            f"tflops: found {describe(teraflops)}, expected 1e12 operations a second, more than 0, such as 12.5"
+        )
     memory = None
     if "device_memory" in found:
         # Read as the memory of a node, which is written in the same way.
@@ -154,7 +157,7 @@ def _node(node: NodeDescription, found: dict[str, Any]) -> EstimatedNode:
             )
         except ValueError:
             raise ValueError(
-                f"device_memory: found {found['device_memory']!r}, expected an amount such as 24 GiB"
+                f"device_memory: found {found['device_memory']!r:.80}, expected an amount such as 24 GiB"
             ) from None
     if "device" not in found:
         if memory is not None:
@@ -162,5 +165,5 @@ def _node(node: NodeDescription, found: dict[str, Any]) -> EstimatedNode:
         flops = CORE_FLOPS if teraflops is None else teraflops * 1e12 * node.ranks / node.cpu
         return EstimatedNode(node.ranks, node.cpu, node.memory_bytes, None, flops)
     if not isinstance(found["device"], str):
-        raise ValueError(f"device: found {found['device']!r}, expected the name of a product")
+        raise ValueError(f"device: found {describe(found['device'])}, expected the name of a product")
     return EstimatedNode(node.ranks, node.cpu, node.memory_bytes, find_device(found["device"], teraflops, memory))

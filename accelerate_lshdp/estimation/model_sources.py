@@ -90,13 +90,13 @@ def _read_config(path: Path) -> PretrainedConfig:
 
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: of deep nesting
         raise ValueError(f"{path}: found no JSON document ({error}), expected a transformers configuration") from error
     if not isinstance(document, dict) or not isinstance(document.get("model_type"), str):
         raise ValueError(f'{path}: found no "model_type", expected one such as "gpt2": it says what the model is')
     try:
         return AutoConfig.for_model(**document)
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # the checks of transformers raise errors of many kinds
         raise ValueError(f"{path}: transformers cannot make a configuration of it: {error}") from error
 
 

@@ -20,10 +20,8 @@ from accelerate_lshdp.plan_validation import (
     PlanError,
     describe,
     located,
-    parse_json,
     require_choice,
     require_integer,
-    require_json,
     require_name,
     require_number,
     require_object,
@@ -39,6 +37,7 @@ from accelerate_lshdp.profiling.measured import (
     read_script,
     require_array,
 )
+from accelerate_lshdp.strict_reading import parse_json, require_json
 from accelerate_lshdp.whole_files import write_whole
 
 

@@ -15,16 +15,15 @@ from accelerate_lshdp.plan_validation import (
     at_key,
     describe,
     located,
-    parse_json,
     require_boolean,
     require_choice,
     require_integer,
-    require_json,
     require_name,
     require_number,
     require_object,
 )
 from accelerate_lshdp.reporting.results import Case, Event, Limit, LossPoint, Machine, Results, ResultsError
+from accelerate_lshdp.strict_reading import parse_json, require_json
 
 
 RESULTS_FILE = "results.json"
