@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from accelerate_lshdp import data
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
+from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
 
@@ -47,14 +49,9 @@ class Preparing(_Base):
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trains or known is not None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        model = self._settle_batch_norm(model)
+        model = self._checked(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.policies.is_sharded:
-            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-                raise ValueError(
-                    f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported with strategy "
-                    f"{self.strategy}; leave it out, or use strategy ddp"
-                )
             if not self.policies.strategy.is_offloaded:
                 model = model.to(self.device)
             if model not in self._models:  # it may have been prepared for evaluation before
@@ -75,6 +72,31 @@ class Preparing(_Base):
         self._time_forwards(model)
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
             self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
+        return model
+
+    def _checked(self, model: nn.Module) -> nn.Module:
+        """The model, ready to be placed (collective).
+
+        Raises:
+            RuntimeError: on all ranks, if it cannot be trained under the strategy; of one rank alone the error itself.
+        """
+        error: Exception | None = None
+        try:
+            if self.policies.is_sharded and self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                raise ValueError(
+                    f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported with strategy "
+                    f"{self.strategy}; leave it out, or use strategy ddp"
+                )
+            model = self._settle_batch_norm(model)
+            refuse_shared_parameters(
+                model,
+                self._prepared,
+                self._new_parameters,
+                frozen_too=self.policies.mechanism is not Mechanism.REPLICATED,
+            )
+        except ValueError as found:
+            error = found
+        self._raise_everywhere(error)
         return model
 
     def _take_back(self, prepared: PreparedModel) -> None:
