@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,21 @@ else:
     _Base = object
 
 logger = get_logger(__name__)
+
+
+def _without_keeping(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls a method of the accelerator without keeping it alive: dropped, it is freed at once."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise RuntimeError(
+                "the accelerator that prepared this optimizer is gone; keep it as long as you use what it prepared"
+            )
+        return found(*args)
+
+    return call
 
 
 class Preparing(_Base):
@@ -69,7 +84,7 @@ class Preparing(_Base):
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
-        self._time_forwards(model)
+        prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
             self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
         return model
@@ -109,14 +124,6 @@ class Preparing(_Base):
         if prepared not in self._prepared:
             self._prepared.append(prepared)
 
-    def _time_forwards(self, model: nn.Module) -> None:
-        # A function, not a method: see PreparedModel.
-        def on_forward(called: nn.Module, args: tuple) -> None:
-            if called is model and model.training and torch.is_grad_enabled():
-                self._timer.forward_begins()
-
-        model.register_forward_pre_hook(on_forward)
-
     def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
         batches = self.plan.batch.ranks if self.plan.batch is not None else ()
         unequal = len({rank.micro_batch_size for rank in batches}) > 1 or self.plan.has_accumulation
@@ -143,8 +150,8 @@ class Preparing(_Base):
             self._check_optimizer(optimizer)
             if self.device.type == "cpu" and not optimizer.state:
                 fuse_steps(optimizer, self.policies.is_sharded)
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_step_pre_hook(_without_keeping(self._before_step))
+            optimizer.register_step_post_hook(_without_keeping(self._after_step))
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
 from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups, reduce_unused_parameters
+from accelerate_lshdp.engine.marks import would_stay
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -83,6 +84,7 @@ class ShardedModel(PreparedModel):
         super().__init__(module, clock)
         self.policies = policies
         self.reduction = reduction
+        self._device = device
         self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
         self._shard(module, units, prefetch)
         self._units = self._collect_units(module)
@@ -101,6 +103,21 @@ class ShardedModel(PreparedModel):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if would_stay(convert, self.module, self._device):
+            return True
+        raise RuntimeError(
+            "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
+            "are sharded over the ranks and stay where prepare() put them: convert the model before prepare(), or "
+            "take its weights with accelerator.get_state_dict(model) and load them into another model"
+        )
+
+    def refuse_copy(self) -> None:
+        raise RuntimeError(
+            "found a prepared model that is to be pickled. This rank has only its shards of the parameters: save it "
+            "with accelerator.save_model or save_state, or save what accelerator.get_state_dict(model) gives"
+        )
 
     # Setting up
 
@@ -248,6 +265,7 @@ class ShardedModel(PreparedModel):
         gradient_dtype = unit.parameters[0].dtype
 
         def reduce_between_nodes(buffer: torch.Tensor) -> None:
+            _used_on_this_stream(buffer)
             if not (self._synchronise and self._overlaps):
                 return
             self._add_local(unit, buffer)
@@ -265,6 +283,7 @@ class ShardedModel(PreparedModel):
 
     def _add_local(self, unit: _Unit, buffer: torch.Tensor) -> None:
         for offset, gradient in unit.local:
+            _used_on_this_stream(gradient)  # it is dropped below, when the sum may not have been taken yet
             buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
         unit.local.clear()
 
@@ -362,6 +381,21 @@ class ShardedModel(PreparedModel):
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param.unsharded_param.grad = None
+
+
+def _used_on_this_stream(tensor: torch.Tensor) -> None:
+    """Keeps a tensor's memory from being used again before what the current stream does with it is done.
+
+    In FSDP2's all-reduce hook the current stream is the one given to ``set_all_reduce_hook``. It waits for the
+    reduce-scatter stream, on which FSDP2 allocated the buffer of reduced gradients; nothing makes the reduce-scatter
+    stream wait for it. After the hook FSDP2 casts the buffer or copies it to the host on the hook's stream, without
+    blocking, and drops its last reference. The allocator knows of the reduce-scatter stream only: it would give the
+    memory to the reduce-scatter of the next unit, which then writes into what still travels or is being copied.
+    So the allocator is told of this stream: the memory becomes free when all that has been queued on it by the time
+    of the last reference's end is done, the copy after the hook included.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
