@@ -95,6 +95,7 @@ class Checkpointing(_Base):
         folder = self._numbered_folder() / f"checkpoint_{self.save_iteration}" if named else output_dir
         if folder is None:
             raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
+        self._share_statistics()  # a forward without a backward may have changed them since the last step
         objects = self._training_objects()
         objects.extra_tensors = {
             f"{name}/{key}": tensor

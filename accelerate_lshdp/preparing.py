@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.batch_statistics import take_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.policies import Mechanism
@@ -75,6 +76,8 @@ class Preparing(_Base):
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared = self._placement.place(model)
+        if self.num_processes > 1:
+            take_single_values(model, logger.warning_once)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:

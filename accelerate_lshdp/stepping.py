@@ -144,6 +144,13 @@ class Stepping(_Base):
                 )
             for prepared, count in zip(synchronised, counts, strict=True):
                 prepared.drop_unused(count)
+            self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        """Of all models, so that all ranks share the same, whichever of them a rank's loss depends on (collective)."""
+        if self.num_processes > 1:
+            for prepared in self._prepared:
+                prepared.statistics.share()
 
     def _report(self, place: MicroBatchPlace | None, synchronised: list[PreparedModel]) -> PendingReports | None:
         """Begins to tell the other ranks what this one has computed, in the last backward of a step."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate_lshdp.engine.batch_statistics import RunningStatistics
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 from accelerate_lshdp.engine.marks import PREPARED, Link, mark
 
@@ -32,6 +33,7 @@ class PreparedModel(ABC):
         requires_synchronisation: False inside ``no_sync``.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
+        statistics: those that its normalisations keep of what they have seen.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
     """
 
@@ -47,6 +49,7 @@ class PreparedModel(ABC):
         self.took_part = False
         self.requires_synchronisation = True
         self.synchronise_next = True
+        self.statistics = RunningStatistics(module, clock)
         self.on_training_forward: Callable[[], None] | None = None
         self._used: set[int] = set()
         self._usage_told = False
