@@ -16,8 +16,14 @@ from accelerate_lshdp import data
 from accelerate_lshdp.engine.batch_statistics import take_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
+from accelerate_lshdp.engine.plain_parameters import step_one_by_one
 from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.sharding_limits import (
+    check_sharded_optimizer,
+    refuse_sparse_gradients,
+    shards_of_state,
+)
 from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
@@ -106,6 +112,8 @@ class Preparing(_Base):
                     f"{self.strategy}; leave it out, or use strategy ddp"
                 )
             model = self._settle_batch_norm(model)
+            if self.num_processes > 1 or self.policies.is_sharded:
+                refuse_sparse_gradients(model)
             refuse_shared_parameters(
                 model,
                 self._prepared,
@@ -158,6 +166,8 @@ class Preparing(_Base):
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_sharded_optimizer(optimizer)
+        step_one_by_one(optimizer)
         notice = check_optimizer(optimizer)
         if notice is not None:
             logger.warning_once(notice)
@@ -169,7 +179,10 @@ class Preparing(_Base):
                 replaced = self._new_parameters.get(id(parameter))
                 if replaced is None or replaced[0]() is not parameter:
                     continue
-                if optimizer.state.get(parameter):
+                state = optimizer.state.get(parameter)
+                if state and state.get("step") == 0:  # some have a state from the beginning
+                    optimizer.state[replaced[1]] = shards_of_state(optimizer.state.pop(parameter), replaced[1])
+                elif state:
                     raise ValueError(
                         "the optimizer has already stepped (it holds state for unsharded parameters); call prepare() "
                         "before the first step, and load_state() after it to continue a run"
@@ -189,9 +202,19 @@ class Preparing(_Base):
         def computed_and_taken() -> Any:
             loss = closure()
             self._take_gradients(optimizer)
-            return loss
+            # It decides by the loss how far to go, so all ranks have to decide by the same one.
+            return self._global_loss(loss) if isinstance(optimizer, torch.optim.LBFGS) else loss
 
         return args[:1], {**kwargs, "closure": computed_and_taken}
+
+    def _global_loss(self, loss: Any) -> Any:
+        """What the losses of all ranks are together, weighted as their gradients were (collective)."""
+        if loss is None or self.num_processes == 1:
+            return loss
+        share = self._last_share
+        own = torch.tensor([share * float(loss) if share else 0.0], dtype=torch.float64)
+        total = self._exchange.sum(own)[0]
+        return total.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for prepared in self._prepared:

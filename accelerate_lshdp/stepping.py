@@ -33,6 +33,7 @@ class Stepping(_Base):
     """The part of ``LSHDPAccelerator`` that trains."""
 
     _given_share: float | None = None
+    _last_share: float = 1.0  # of the loss that the last backward was called on
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -110,7 +111,8 @@ class Stepping(_Base):
         """
         place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
         self._refuse_wrong_backward(place)
-        loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
+        self._last_share = self._share(place)
+        loss = weigh(loss, self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:

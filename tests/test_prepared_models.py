@@ -90,8 +90,8 @@ def test_frozen_parameters_of_two_models_are_shared(workers):
 # Loading a state where ranks share the parameters
 
 
-def evaluate_other_weights() -> bool:
-    """Rank 1 is late each time: before it keeps the weights, and before it uses those that were loaded."""
+def evaluate_other_weights(late: str) -> list[bool]:
+    """Loads other weights, evaluates, puts the old ones back and evaluates. Rank 1 is late in one of these."""
     accelerator, model, *_ = node_shared_cases.start()
     inputs = node_shared_cases.batch_of(0, 2)["inputs"]
     other = {name: value * 0.5 for name, value in model.state_dict().items()}
@@ -100,20 +100,25 @@ def evaluate_other_weights() -> bool:
         alone = node_shared_cases.TwoHeads().double()
         alone.load_state_dict(state)
         expected.append(alone(inputs))
-    late = 0.5 * accelerator.process_index
-    time.sleep(late)
-    kept = copy.deepcopy(model.state_dict())
+    rank = accelerator.process_index
     seen = []
-    for state in (other, kept):
-        model.load_state_dict(state)
-        time.sleep(late)
-        with torch.no_grad():
-            seen.append(model(inputs))
-    return all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))
+    accelerator.wait_for_everyone()
+    time.sleep(0.3 * rank if late == "keeping" else 0)
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(other)
+    time.sleep(0.6 * rank if late == "evaluating" else 0)
+    with torch.no_grad():
+        seen.append(model(inputs))
+    time.sleep(0.3 + 0.3 * (1 - rank))  # or it would all be over before the other one begins
+    model.load_state_dict(kept)
+    with torch.no_grad():
+        seen.append(model(inputs))
+    return [torch.equal(*pair) for pair in zip(seen, expected, strict=True)]
 
 
-def test_weights_that_are_loaded_for_an_evaluation_are_those_of_all_ranks(workers):
-    assert workers(2).run(evaluate_other_weights, nodes=(2,)) == [True, True]
+@pytest.mark.parametrize("late", ["keeping", "evaluating"])
+def test_weights_that_are_loaded_for_an_evaluation_are_those_of_all_ranks(workers, late):
+    assert workers(2).run(evaluate_other_weights, late, nodes=(2,)) == [[True, True]] * 2
 
 
 def load_on_rank_0(instead: str) -> None:
