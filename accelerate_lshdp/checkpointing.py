@@ -94,6 +94,7 @@ class Checkpointing(_Base):
         raise_together(self._taken(folder) if named else None)
         if folder is None:
             raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
+        self._share_statistics()  # a forward without a backward may have changed them since the last step
         objects = self._training_objects()
         objects.extra_tensors = {
             f"{name}/{key}": tensor

@@ -64,6 +64,8 @@ class Collecting(_Base):
 
     def _meet(self, call: str) -> None:
         """Raises RuntimeError on all ranks if one of them is not in the last micro-batch of its step (collective)."""
+        for prepared in self._prepared:
+            prepared.collective_begins()
         meeting = self._exchange.meet(call, self._tracker.within_window)
         if meeting is not None:
             meeting.require_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,20 @@ class AcceleratorLoaderContext:
     """``LoaderContext`` of an accelerator (see ``accelerate_lshdp.data_places``)."""
 
     def __init__(self, accelerator: LSHDPAccelerator) -> None:
-        self._accelerator = accelerator
+        self._reference = weakref.ref(accelerator)  # which holds its loaders: dropped, it should be freed at once
         self.rank = accelerator.process_index
         self.world_size = accelerator.num_processes
         self.token_counter: Callable[[Any], int] | None = None
         self.seed = 0
+
+    @property
+    def _accelerator(self) -> LSHDPAccelerator:
+        accelerator = self._reference()
+        if accelerator is None:
+            raise RuntimeError(
+                "the accelerator that prepared this loader is gone; keep it as long as you use what it prepared"
+            )
+        return accelerator
 
     def agree_on_seed(self, data_seed: int | None) -> None:
         """Takes rank 0's seed (collective), so that all ranks and all world sizes shuffle alike.

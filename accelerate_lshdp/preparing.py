@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +13,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.batch_statistics import take_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
+from accelerate_lshdp.engine.plain_parameters import step_one_by_one
+from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.sharding_limits import (
+    check_sharded_optimizer,
+    refuse_sparse_gradients,
+    shards_of_state,
+)
+from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
 
@@ -28,6 +37,21 @@ else:
     _Base = object
 
 logger = get_logger(__name__)
+
+
+def _without_keeping(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls a method of the accelerator without keeping it alive: dropped, it is freed at once."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise RuntimeError(
+                "the accelerator that prepared this optimizer is gone; keep it as long as you use what it prepared"
+            )
+        return found(*args)
+
+    return call
 
 
 class Preparing(_Base):
@@ -48,14 +72,9 @@ class Preparing(_Base):
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trains or known is not None:
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        model = self._settle_batch_norm(model)
+        model = self._checked(model)
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.policies.is_sharded:
-            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-                raise ValueError(
-                    f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported with strategy "
-                    f"{self.strategy}; leave it out, or use strategy ddp"
-                )
             if not self.policies.strategy.is_offloaded:
                 model = model.to(self.device)
             if model not in self._models:  # it may have been prepared for evaluation before
@@ -64,6 +83,8 @@ class Preparing(_Base):
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared = self._placement.place(model, beside=len(self._prepared))
+        if self.num_processes > 1:
+            take_single_values(model, logger.warning_once)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:
@@ -75,9 +96,36 @@ class Preparing(_Base):
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
-        self._time_forwards(model)
+        prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
             self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
+        return model
+
+    def _checked(self, model: nn.Module) -> nn.Module:
+        """The model, ready to be placed (collective).
+
+        Raises:
+            RuntimeError: on all ranks, if it cannot be trained under the strategy; of one rank alone the error itself.
+        """
+        error: Exception | None = None
+        try:
+            if self.policies.is_sharded and self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                raise ValueError(
+                    f"dynamo_backend={self.state.dynamo_plugin.backend.value} is not supported with strategy "
+                    f"{self.strategy}; leave it out, or use strategy ddp"
+                )
+            model = self._settle_batch_norm(model)
+            if self.num_processes > 1 or self.policies.is_sharded:
+                refuse_sparse_gradients(model)
+            refuse_shared_parameters(
+                model,
+                self._prepared,
+                self._new_parameters,
+                frozen_too=self.policies.mechanism is not Mechanism.REPLICATED,
+            )
+        except ValueError as found:
+            error = found
+        self._raise_everywhere(error)
         return model
 
     def _take_back(self, prepared: PreparedModel) -> None:
@@ -89,14 +137,6 @@ class Preparing(_Base):
             )
         if prepared not in self._prepared:
             self._prepared.append(prepared)
-
-    def _time_forwards(self, model: nn.Module) -> None:
-        # A function, not a method: see PreparedModel.
-        def on_forward(called: nn.Module, args: tuple) -> None:
-            if called is model and model.training and torch.is_grad_enabled():
-                self._timer.forward_begins()
-
-        model.register_forward_pre_hook(on_forward)
 
     def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
         batches = self.plan.batch.ranks if self.plan.batch is not None else ()
@@ -124,11 +164,13 @@ class Preparing(_Base):
             self._check_optimizer(optimizer)
             if self.device.type == "cpu" and not optimizer.state:
                 fuse_steps(optimizer, self.policies.is_sharded)
-            optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_step_pre_hook(_without_keeping(self._before_step))
+            optimizer.register_step_post_hook(_without_keeping(self._after_step))
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        check_sharded_optimizer(optimizer)
+        step_one_by_one(optimizer)
         notice = check_optimizer(optimizer)
         if notice is not None:
             logger.warning_once(notice)
@@ -140,7 +182,10 @@ class Preparing(_Base):
                 replaced = self._new_parameters.get(id(parameter))
                 if replaced is None or replaced[0]() is not parameter:
                     continue
-                if optimizer.state.get(parameter):
+                state = optimizer.state.get(parameter)
+                if state and state.get("step") == 0:  # some have a state from the beginning
+                    optimizer.state[replaced[1]] = shards_of_state(optimizer.state.pop(parameter), replaced[1])
+                elif state:
                     raise ValueError(
                         "the optimizer has already stepped (it holds state for unsharded parameters); call prepare() "
                         "before the first step, and load_state() after it to continue a run"
@@ -160,9 +205,19 @@ class Preparing(_Base):
         def computed_and_taken() -> Any:
             loss = closure()
             self._take_gradients(optimizer)
-            return loss
+            # It decides by the loss how far to go, so all ranks have to decide by the same one.
+            return self._global_loss(loss) if isinstance(optimizer, torch.optim.LBFGS) else loss
 
         return args[:1], {**kwargs, "closure": computed_and_taken}
+
+    def _global_loss(self, loss: Any) -> Any:
+        """What the losses of all ranks are together, weighted as their gradients were (collective)."""
+        if loss is None or self.num_processes == 1:
+            return loss
+        share = self._last_share
+        own = torch.tensor([share * float(loss) if share else 0.0], dtype=torch.float64)
+        total = self._exchange.sum(own)[0]
+        return total.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for prepared in self._prepared:

@@ -41,6 +41,7 @@ class Stepping(_Base):
     _steps_before = 0
     _failures = 0
     _out_of_step: Sequence[RankReport] | None = None
+    _last_share: float = 1.0  # of the loss that the last backward was called on
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -156,7 +157,8 @@ class Stepping(_Base):
         if self._tracker.problem is not None and self.num_processes == 1:
             problem, self._tracker.problem = self._tracker.problem, None
             raise RuntimeError(f"accelerator.backward {problem}")
-        loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
+        self._last_share = self._share(place)
+        loss = weigh(loss, self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:
@@ -193,6 +195,13 @@ class Stepping(_Base):
             for prepared, count in zip(self._prepared, counts, strict=True):
                 if prepared in synchronised:
                     prepared.drop_unused(count)
+            self._share_statistics()
+
+    def _share_statistics(self) -> None:
+        """Of all models, so that all ranks share the same, whichever of them a rank's loss depends on (collective)."""
+        if self.num_processes > 1:
+            for prepared in self._prepared:
+                prepared.statistics.share()
 
     def _run_autograd(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """``loss.backward``; what fails on this rank is told to the others, which would wait for its gradients."""

@@ -21,7 +21,8 @@ from training_cases import collate
 from accelerate_lshdp.engine import node_memory
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, SharedBucket
+from accelerate_lshdp.engine.node_reduction import NodeReduction, SharedBucket
+from accelerate_lshdp.engine.node_table import NodeTable
 from accelerate_lshdp.engine.topology import Topology
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accelerate_lshdp.engine.node_reduction import NodeReduction
 from accelerate_lshdp.engine.node_shared import NodeOwnership
+from accelerate_lshdp.engine.node_table import Meeting
 
 
 @torch.no_grad()
@@ -130,7 +131,7 @@ def _meet(parameters: Iterable[torch.Tensor]) -> None:
     """
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
-        reduction.barrier()
+        reduction.barrier(Meeting.CLIPPING)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,8 @@ def fuse_steps(optimizer: torch.optim.Optimizer, is_sharded: bool = False) -> in
         special = any(group.get(name) for name in ("capturable", "differentiable"))
         special = special or isinstance(group.get("lr"), torch.Tensor)
         dtypes = (torch.float32, torch.float64)
+        # 0-dimensional parameters of a sharded model stay whole; torch steps no mixed group in one go.
+        special = special or (is_sharded and any(p.ndim == 0 or p.numel() == 0 for p in group["params"]))
         fits = all(p.device.type == "cpu" and p.dtype in dtypes for p in group["params"])
         if undecided and not special and fits and group["params"]:
             group["fused"] = True

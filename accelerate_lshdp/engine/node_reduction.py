@@ -21,40 +21,18 @@ import torch
 
 from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
 from accelerate_lshdp.engine.keeping_step import KeepingStep
-from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.node_memory import NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.node_table import MEETINGS, Meeting, NodeTable
 
 
 #: How long a thread sleeps when nobody wakes it; it wakes up to look at the clock only.
 _NAP_SECONDS = 1.0
 #: How many buckets a rank that keeps in step may be ahead of the others of its node.
 _LEAD = 1
-
-
-class NodeTable:
-    """What each rank of the node has done, in shared memory. Numbers are those of backwards, counted from 1.
-
-    Attributes:
-        entered: the backward that each rank has begun, shape (ranks,).
-        added: the backward whose part each rank has added to each bucket, shape (ranks, buckets).
-        final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
-        failed: the last backward of each rank that failed, shape (ranks,).
-        arrived: how many barriers each rank has come to, shape (ranks,).
-        posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
-            is written.
-    """
-
-    def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
-        one_a_rank = ("entered", "failed", "arrived")
-        self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
-        self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
-        self._numbers = numbers
-        self._posted_place = layout.place(16 * numbers)
-
-    def map(self, memory: NodeMemory) -> None:
-        """Finds its place in the memory that was made from the layout."""
-        for name, shape in self._shapes.items():
-            setattr(self, name, memory.array(self._places[name], shape, np.int64))
-        self.posted = memory.array(self._posted_place, (2, self._numbers), np.float64)
+_TOGETHER = (
+    "All ranks of a node share its parameters, so they do the same with them together: load_state_dict, clipping and "
+    "steps on all ranks or on none. For something of one rank alone, use a copy.deepcopy of the model"
+)
 
 
 NOT_IN_STEP = (
@@ -122,6 +100,9 @@ class NodeReduction:
         self._rank = memory.local_rank
         self._backward = 0
         self._barriers = 0
+        self._collectives = 0
+        self._meeting: Meeting | None = None
+        self._parted: str | None = None  # why ranks no longer come to the same barriers
         self._changed = threading.Condition()
         self._queue: deque[_Contribution] = deque()
         self._owned: deque[int] = deque()  # owned buckets that wait for the other ranks of the node
@@ -222,12 +203,38 @@ class NodeReduction:
         self._pending.clear()
         self._abandoned = False
 
-    def barrier(self) -> None:
-        """Waits until all ranks of the node have come here."""
+    def collective_begins(self) -> None:
+        """This rank calls something in which all ranks of the world take part: it comes to no barrier before that."""
+        self._collectives += 1
+        self._publish(self._table.collectives, self._rank, self._collectives)
+
+    def barrier(self, meeting: Meeting) -> None:
+        """Waits until all ranks of the node have come here.
+
+        Args:
+            meeting: what for.
+
+        Raises:
+            RuntimeError: another rank has gone, came for something else, or waits for this one elsewhere.
+        """
+        if self._parted is not None:
+            raise RuntimeError(self._parted)
         self._barriers += 1
+        meetings = self._table.meetings[self._barriers % 2]
+        meetings[self._rank] = MEETINGS.index(meeting)
+        self._meeting = meeting
         self._publish(self._table.arrived, self._rank, self._barriers)
-        with self.clock.waiting():
-            self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), "come to the end of the step")
+        try:
+            with self.clock.waiting():
+                self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), f"come to {meeting.value}")
+            if len(set(meetings.tolist())) > 1:
+                came = (f"local rank {rank} to {MEETINGS[i].value}" for rank, i in enumerate(meetings.tolist()))
+                raise RuntimeError(f"the ranks of this node do different things: {', '.join(came)}. {_TOGETHER}")
+        except RuntimeError as error:
+            self._parted = str(error)
+            raise
+        finally:
+            self._meeting = None
 
     def exchange(self, numbers: dict[int, float]) -> np.ndarray:
         """Posts numbers, each place by one rank of the node, and returns those of all ranks.
@@ -241,7 +248,7 @@ class NodeReduction:
         row = self._table.posted[(self._barriers + 1) % 2]
         for place, value in numbers.items():
             row[place] = value
-        self.barrier()
+        self.barrier(Meeting.CLIPPING)
         return row.copy()
 
     def close(self) -> None:
@@ -289,6 +296,8 @@ class NodeReduction:
         """Why there is nothing to wait for any more; None: there is."""
         if self._error is not None:
             return f"summing gradients on this node failed: {self._error}"
+        if (elsewhere := self._elsewhere()) is not None:
+            return f"{elsewhere}, while this one waited for it to {what}. {_TOGETHER}"
         failed = self._table.failed >= self._backward
         if failed.any() and not failed[self._rank]:
             return (
@@ -304,6 +313,25 @@ class NodeReduction:
                 "has left the training loop, made a different number of backward passes, or waits for another node "
                 "itself; their own output says more"
             )
+        return None
+
+    def _elsewhere(self) -> str | None:
+        """Which rank waits for this one in another place, where it will not come before that one has come here."""
+        table = self._table
+        # What a rank does later is read first: if it was here before that, this is seen, too.
+        if self._meeting is None:
+            ahead = table.arrived > self._barriers
+            self._fence()
+            for rank in np.flatnonzero(ahead & (table.entered < self._backward)):
+                meeting = MEETINGS[table.meetings[table.arrived[rank] % 2, rank]]
+                return f"local rank {rank} of this node has come to {meeting.value}"
+            return None
+        trains, gathers = table.entered > self._backward, table.collectives > self._collectives
+        self._fence()
+        absent = table.arrived < self._barriers
+        for rank in np.flatnonzero(absent & (trains | gathers)):
+            where = "backward" if trains[rank] else "gather, wait_for_everyone or the like"
+            return f"local rank {rank} of this node has gone on to its next {where}"
         return None
 
     def _publish(self, numbers: np.ndarray, place: tuple[int, ...] | int, value: int) -> None:

@@ -22,8 +22,10 @@ from torch import nn
 from accelerate_lshdp.engine.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 from accelerate_lshdp.engine.cpu_binding import one_rank_can_use_the_node
+from accelerate_lshdp.engine.marks import would_stay
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory
-from accelerate_lshdp.engine.node_reduction import NodeReduction, NodeTable, SharedBucket
+from accelerate_lshdp.engine.node_reduction import NodeReduction, SharedBucket
+from accelerate_lshdp.engine.node_table import Meeting, NodeTable
 from accelerate_lshdp.engine.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.topology import Topology
@@ -51,6 +53,10 @@ class NodeOwnership:
     def of(parameter: torch.Tensor) -> NodeOwnership | None:
         """None for a parameter that every rank updates itself."""
         return getattr(parameter, "_lshdp_node_ownership", None)
+
+    def __reduce__(self) -> tuple:
+        """A pickled parameter is nobody's: it is read as None, without this package."""
+        return type(None), ()
 
 
 class NodeSharedModel(PreparedModel):
@@ -98,7 +104,7 @@ class NodeSharedModel(PreparedModel):
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
-        module.register_forward_pre_hook(_check_parameters)
+        module.register_load_state_dict_pre_hook(_meet_before_loading)
         module.register_load_state_dict_post_hook(_forget_parameters)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -179,6 +185,15 @@ class NodeSharedModel(PreparedModel):
                 prepared._take(index, parameter)
 
         return gradient_is_ready
+
+    def forward_begins(self) -> None:
+        super().forward_begins()
+        if not torch.compiler.is_compiling():  # traced: the next backward checks
+            self._watch.check()
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        # torch copies even where nothing changes ("cpu" to "cpu:0"), out of the memory that the ranks share.
+        return would_stay(convert, self.module, torch.device("cpu"))
 
     # One backward
 
@@ -290,23 +305,29 @@ class NodeSharedModel(PreparedModel):
                 )
         self._watch.check()
         # Until here ranks may compute with the parameters as they were.
-        self._reduction.barrier()
+        self._reduction.barrier(Meeting.STEP_BEGINS)
 
     def after_step(self) -> None:
         """Waits until all ranks of the node have updated their parameters (collective over the node)."""
-        self._reduction.barrier()
+        self._reduction.barrier(Meeting.STEP_ENDS)
         self._watch.note()
+
+    def meet_before_loading(self) -> None:
+        """Waits until all ranks of the node are about to set the parameters to the same values (collective)."""
+        self._reduction.barrier(Meeting.LOADING)
 
     def parameters_loaded(self) -> None:
         self._watch.forget()
 
+    def collective_begins(self) -> None:
+        self._reduction.collective_begins()
 
-def _check_parameters(module: nn.Module, _: tuple) -> None:
-    if torch.compiler.is_compiling():
-        return  # traced: the next backward checks
+
+def _meet_before_loading(module: nn.Module, *_: object) -> None:
+    """Until all ranks are about to load, others may compute with the parameters as they are, or read them."""
     prepared = PreparedModel.of(module)
     if isinstance(prepared, NodeSharedModel):
-        prepared._watch.check()
+        prepared.meet_before_loading()
 
 
 def _forget_parameters(module: nn.Module, _: object) -> None:

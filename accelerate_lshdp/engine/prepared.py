@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.engine.batch_statistics import RunningStatistics
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.marks import PREPARED, Link, mark
 
 
 class PreparedModel(ABC):
@@ -35,6 +36,8 @@ class PreparedModel(ABC):
         requires_synchronisation: False inside ``no_sync``.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
+        statistics: those that its normalisations keep of what they have seen.
+        on_training_forward: called when a forward of the whole model begins that a backward may follow.
     """
 
     module: nn.Module
@@ -50,25 +53,41 @@ class PreparedModel(ABC):
         self.took_part = False
         self.requires_synchronisation = True
         self.synchronise_next = True
+        self.statistics = RunningStatistics(module, clock)
+        self.on_training_forward: Callable[[], None] | None = None
         self._used: set[int] = set()
         self._usage_told = False
-        module._lshdp_prepared = weakref.ref(self)
-
-        # A function, which a deep copy of the module (an average of its weights) shares; of a bound method it would
-        # copy the object too, down to the process groups.
-        def before_forward(called: nn.Module, args: tuple) -> None:
-            if called is module:
-                self.synchronise_next = self.requires_synchronisation
-
-        module.register_forward_pre_hook(before_forward)
+        mark(module, Link(self))
+        module.register_forward_pre_hook(_before_forward)
 
     @staticmethod
     def of(module: nn.Module) -> PreparedModel | None:
         """The prepared model around a user's module, None if it was not prepared for training."""
-        reference = getattr(module, "_lshdp_prepared", None)
-        prepared = reference() if reference is not None else None
-        # A deep copy of a prepared module carries the reference, but is not prepared.
+        link = getattr(module, PREPARED, None)
+        prepared = None if link is None else link.prepared
+        # A copy that a module makes of itself may carry the link, but is not prepared.
         return prepared if prepared is not None and prepared.module is module else None
+
+    def forward_begins(self) -> None:
+        """Says that a forward of the whole model begins."""
+        self.synchronise_next = self.requires_synchronisation
+        if self.on_training_forward is not None and self.module.training and torch.is_grad_enabled():
+            self.on_training_forward()
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether a conversion of the whole module (``.to()``, ``.float()``, ``.cpu()``, ...) is to be left out.
+
+        Args:
+            convert: from a tensor as it is to what it shall be.
+
+        Raises:
+            RuntimeError: it is not possible with a prepared model.
+        """
+        return False
+
+    def refuse_copy(self) -> None:
+        """Raises RuntimeError if the module itself cannot be pickled."""
+        return
 
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
@@ -119,6 +138,10 @@ class PreparedModel(ABC):
         """Says that all ranks have set the parameters to the same values."""
         return
 
+    def collective_begins(self) -> None:
+        """Says that this rank calls something in which all ranks of the world take part."""
+        return
+
     def mark_used(self, index: int) -> None:
         """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
         if not self.in_backward:
@@ -154,6 +177,12 @@ class PreparedModel(ABC):
         for parameter, ranks in zip(self.trainable_parameters(), usage.tolist(), strict=True):
             if ranks == 0:
                 parameter.grad = None
+
+
+def _before_forward(module: nn.Module, args: tuple) -> None:
+    prepared = PreparedModel.of(module)
+    if prepared is not None:
+        prepared.forward_begins()
 
 
 def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:

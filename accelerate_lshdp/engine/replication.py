@@ -7,13 +7,14 @@ same numbers in the same order as an uninterrupted one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from accelerate_lshdp.engine.buckets import fill_buckets
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
+from accelerate_lshdp.engine.marks import would_stay
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 
@@ -68,6 +69,10 @@ class ReplicatedModel(PreparedModel):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        device = self._parameters[0].device
+        return would_stay(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
+
     def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
         buckets = fill_buckets(self._parameters, bucket_bytes, partners)
         return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
@@ -96,12 +101,25 @@ class ReplicatedModel(PreparedModel):
         else:
             torch.mul(gradient, 1 / self.world_size, out=view)
         # Autograd's own tensor is freed here; from now on the bucket is where the gradient lives.
-        parameter.grad = view
+        # An alias, because .to() and its like exchange the data of the tensor that they find in .grad.
+        parameter.grad = view.detach()
         bucket.filled.add(index)
         if len(bucket.filled) == len(bucket.indices):
             self._reductions.ready(number, bucket.buffer, bucket.shapes)
 
+    def _check_places(self) -> None:
+        """The script may move or convert the model, to export it or for good; then there is no backward any more."""
+        for index, parameter in enumerate(self._parameters):
+            view = self._bucket_of[index][1].views[index] if self._buckets else parameter
+            if parameter.dtype != view.dtype or parameter.device != view.device:
+                raise RuntimeError(
+                    f"found a parameter of {parameter.dtype} on {parameter.device}, which was {view.dtype} on "
+                    f"{view.device} when prepare() laid out its gradient. Convert or move the model (.to(), .half(), "
+                    "...) before prepare(), or work on a copy.deepcopy of it"
+                )
+
     def begin_backward(self, synchronise: bool) -> None:
+        self._check_places()
         self.forget_cleared()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None

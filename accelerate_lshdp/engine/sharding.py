@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
 from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups, reduce_unused_parameters
+from accelerate_lshdp.engine.marks import would_stay
+from accelerate_lshdp.engine.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.sharding_limits import guard_methods, refuse_double_backward
+from accelerate_lshdp.engine.streams import used_on_this_stream
 
 
 @dataclass
@@ -85,13 +89,20 @@ class ShardedModel(PreparedModel):
         super().__init__(module, clock)
         self.policies = policies
         self.reduction = reduction
+        self._device = device
         self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
-        self._shard(module, units, prefetch)
+        ignored = without_shards(module)
+        for parameter in ignored:
+            parameter.data = parameter.data.to(device)
+        self._shard(module, units, prefetch, ignored)
         self._units = self._collect_units(module)
-        self._parameters = [p for unit in self._units for p in unit.parameters]
+        self._plain = PlainParameters([p for p in ignored if p.requires_grad], clock)
+        self._parameters = [p for unit in self._units for p in unit.parameters] + self._plain.parameters
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
         self._configure(device, all_gather, reduce_scatter)
+        refuse_double_backward(module)
+        guard_methods(module)
         self._synchronise = False
         self._overlaps = True
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
@@ -104,11 +115,33 @@ class ShardedModel(PreparedModel):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if would_stay(convert, self.module, self._device):
+            return True
+        raise RuntimeError(
+            "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
+            "are sharded over the ranks and stay where prepare() put them: convert the model before prepare(), or "
+            "take its weights with accelerator.get_state_dict(model) and load them into another model"
+        )
+
+    def refuse_copy(self) -> None:
+        raise RuntimeError(
+            "found a prepared model that is to be pickled. This rank has only its shards of the parameters: save it "
+            "with accelerator.save_model or save_state, or save what accelerator.get_state_dict(model) gives"
+        )
+
     # Setting up
 
-    def _shard(self, module: nn.Module, units: Sequence[tuple[nn.Module, ...]], prefetch: int) -> None:
+    def _shard(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[nn.Module, ...]],
+        prefetch: int,
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
         policies = self.policies
         options = {"mesh": self.mesh, "mp_policy": policies.precision, "offload_policy": policies.offload}
+        options["ignored_params"] = set(ignored)
         for unit in units:
             target = list(unit) if len(unit) > 1 else unit[0]
             fully_shard(target, reshard_after_forward=policies.reshard_after_forward, **options)
@@ -168,6 +201,10 @@ class ShardedModel(PreparedModel):
                 unit.module.set_all_reduce_hook(self._reduce_hook(number, unit), stream=stream)
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
+        first = len(self._parameters) - len(self._plain.parameters)
+        reference = weakref.ref(self)
+        for index, parameter in enumerate(self._plain.parameters, first):
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: reference().mark_used(index))
 
     def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
         """Watches the gathered parameters, which exist from the first forward on, for gradients."""
@@ -205,6 +242,7 @@ class ShardedModel(PreparedModel):
             )
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
+        self._plain.begin()
         if self._reductions is not None:
             self._reductions.begin()
         # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
@@ -250,6 +288,7 @@ class ShardedModel(PreparedModel):
         gradient_dtype = unit.parameters[0].dtype
 
         def reduce_between_nodes(buffer: torch.Tensor) -> None:
+            used_on_this_stream(buffer)
             if not (self._synchronise and self._overlaps):
                 return
             self._add_local(unit, buffer)
@@ -267,6 +306,7 @@ class ShardedModel(PreparedModel):
 
     def _add_local(self, unit: _Unit, buffer: torch.Tensor) -> None:
         for offset, gradient in unit.local:
+            used_on_this_stream(gradient)  # it is dropped below, when the sum may not have been taken yet
             buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
         unit.local.clear()
 
@@ -281,6 +321,7 @@ class ShardedModel(PreparedModel):
 
     def finish_backward(self) -> None:
         self.in_backward = False
+        self._plain.finish(self._synchronise)
         if self.policies.strategy.is_world_sharded:
             return
         if not self._synchronise:
@@ -338,6 +379,7 @@ class ShardedModel(PreparedModel):
 
     def cancel_backward(self) -> None:
         self.in_backward = False
+        self._plain.cancel()
         if self._synchronise and any(unit.local for unit in self._units):
             for unit in self._units:
                 self._deliver_local(unit)
@@ -348,6 +390,7 @@ class ShardedModel(PreparedModel):
 
     def abandon_backward(self) -> None:
         self.in_backward = self._synchronise = self._holds_local = False
+        self._plain.abandon()
         self._earlier.clear()
         self._stood_in.clear()
         for unit in self._units:

@@ -1,0 +1,120 @@
+"""What is attached to a user's module while it is prepared, and left out of its pickles and copies.
+
+``torch.save``, ``pickle`` and ``copy.deepcopy`` of a prepared module give the user's module, as if it had never been
+prepared: no hook of this package, nothing that holds process groups, and nothing that needs the package to be read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.engine.prepared import PreparedModel
+
+#: The attribute of a module that leads to its ``PreparedModel``.
+PREPARED = "_lshdp_prepared"
+_ATTRIBUTES = (PREPARED, "_apply", "__reduce_ex__")
+
+
+class Link:
+    """Leads from a module to what was prepared around it, and keeps it alive; a copy leads nowhere."""
+
+    def __init__(self, prepared: PreparedModel | None = None) -> None:
+        self.prepared = prepared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Link:
+        return Link()
+
+    def __reduce__(self) -> tuple:
+        return Link, ()
+
+
+class _Conversion:
+    """``_apply`` of a prepared module, which ``.to()``, ``.cpu()``, ``.float()`` and their like call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        module = self._module()
+        prepared = getattr(module, PREPARED).prepared
+        if prepared.keeps(convert):
+            return module
+        return type(module)._apply(module, convert, *args, **kwargs)
+
+
+class _Reduction:
+    """``__reduce_ex__`` of a prepared module, which ``pickle`` and ``copy`` look up in the object."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, protocol: int) -> tuple:
+        module = self._module()
+        link = getattr(module, PREPARED, None)
+        if link is not None:
+            link.prepared.refuse_copy()
+        reduced = type(module).__reduce_ex__(module, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        return *reduced[:2], _without_marks(reduced[2]), *reduced[3:]
+
+
+def mark(module: nn.Module, link: Link) -> None:
+    """Attaches what a prepared module has; its state dict stays as it is."""
+    # Not by setattr: modules may have one of their own.
+    vars(module).update({PREPARED: link, "_apply": _Conversion(module)})
+    leave_hooks_out(module)
+
+
+def leave_hooks_out(module: nn.Module) -> None:
+    """Keeps hooks of this package out of a module's pickles and copies."""
+    vars(module)["__reduce_ex__"] = _Reduction(module)
+
+
+def _without_marks(state: Any) -> Any:
+    """A module's state for a pickle, without what this package attached to it."""
+    if not isinstance(state, dict):
+        return state
+    kept = {name: value for name, value in state.items() if name not in _ATTRIBUTES}
+    for name, value in kept.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+    return kept
+
+
+def _is_ours(hook: Any) -> bool:
+    module = getattr(getattr(hook, "hook", hook), "__module__", None)  # torch wraps some
+    return isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def would_stay(convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, device: torch.device) -> bool:
+    """Whether a conversion leaves a module's parameters and buffers as and where they are.
+
+    Args:
+        convert: from a tensor as it is to what it shall be.
+        module: its parameters may be elsewhere than on ``device``, if they come there to be computed with.
+        device: where its forward runs.
+    """
+    for place, dtype in {(t.device, t.dtype) for t in (*module.parameters(), *module.buffers())}:
+        # Four dimensions, so that a change of the memory format shows.
+        probe = torch.empty(1, 2, 2, 2, dtype=dtype, device=place)
+        result = convert(probe)
+        same_device = _same(result.device, place) or _same(result.device, device)
+        if not (same_device and result.dtype == dtype and result.stride() == probe.stride()):
+            return False
+    return True
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device: there is only one CPU, and without an index the current one is meant."""
+    if one.type != other.type or one.type == "cpu" or one == other:
+        return one.type == other.type
+    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+    return (current if one.index is None else one.index) == (current if other.index is None else other.index)
