@@ -14,6 +14,7 @@ from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from accelerate_lshdp.checkpoint_hooks import run_load_hooks, run_save_hooks
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_loader import EVALUATION
 from accelerate_lshdp.engine.agreement import raise_together
@@ -72,6 +73,11 @@ class Checkpointing(_Base):
         nodes; an older one of that name is replaced as a whole. Any number of ranks, under any plan and strategy, can
         continue from it.
 
+        Hooks of ``register_save_state_pre_hook`` are called before anything is written; what they write into the
+        folder that they get becomes a part of this node's checkpoint. A model whose state dict they take out of
+        their list is not saved. Under strategies that shard a model, the state dicts are full on one rank of each
+        node and empty on the others.
+
         Args:
             output_dir: the checkpoint's folder, on each node; may be left out with automatic checkpoint naming.
             safe_serialization: has to stay True, there is no other format.
@@ -110,9 +116,8 @@ class Checkpointing(_Base):
             samples_seen=self.samples_seen,
             seed=self._loader_context.seed,
             trust_checkpoint=self.trust_checkpoint,
+            before_writing=self._run_save_hooks if self._save_model_state_pre_hook else None,
         )
-        for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, [], str(folder))
         if named:
             self._drop_oldest()
         self.project_configuration.iteration += 1
@@ -126,6 +131,9 @@ class Checkpointing(_Base):
         Under the same plan and number of ranks the run goes on bit for bit as if it had not stopped; under another
         plan, strategy or number of ranks with the same remaining samples. Loaders get their position back:
         ``skip_first_batches(loader)`` without a number goes on there.
+
+        Hooks of ``register_load_state_pre_hook`` are called before anything is restored; a model that they take out of
+        their list is not restored.
 
         Args:
             input_dir: a checkpoint or a folder of checkpoints; may be left out with automatic checkpoint naming.
@@ -151,6 +159,7 @@ class Checkpointing(_Base):
             self.node_layout,
             plan_digest=self.plan.digest(),
             trust_checkpoint=self.trust_checkpoint,
+            before_reading=self._run_load_hooks if self._load_model_state_pre_hook else None,
         )
         for prepared in self._prepared:
             prepared.parameters_loaded()
@@ -160,9 +169,14 @@ class Checkpointing(_Base):
         self.step = int(loaded.extra.get("accelerate_step", 0))
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
-        for hook in self._load_model_state_pre_hook.values():
-            hook(self._models, loaded.path)
         return loaded
+
+    def _run_save_hooks(self, folder: str) -> frozenset[int]:
+        weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
+        return run_save_hooks(self._save_model_state_pre_hook.values(), self._models, weights, folder)
+
+    def _run_load_hooks(self, folder: str) -> frozenset[int]:
+        return run_load_hooks(self._load_model_state_pre_hook.values(), self._models, folder)
 
     def load_models(self, input_dir: str | os.PathLike[str]) -> None:
         """Gives the prepared models the parameters and buffers of a checkpoint, and changes nothing else (collective).
