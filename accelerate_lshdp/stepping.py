@@ -73,15 +73,8 @@ class Stepping(_Base):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         prepared = PreparedModel.of(model)
-        if prepared is None:
+        with contextlib.nullcontext() if prepared is None else prepared.no_sync():
             yield
-            return
-        before = prepared.requires_synchronisation
-        prepared.requires_synchronisation = False
-        try:
-            yield
-        finally:
-            prepared.requires_synchronisation = before
 
     @staticmethod
     @contextlib.contextmanager
@@ -110,10 +103,12 @@ class Stepping(_Base):
         """
         place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
         self._refuse_wrong_backward(place)
-        loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
+        weight = self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0)
+        loss = weigh(loss, weight)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:
+            prepared.local.begin(prepared.has_gradients())
             prepared.begin_backward(prepared.synchronise_next)
         meeting = None
         if any(prepared.synchronise_next for prepared in self._prepared):
@@ -129,6 +124,9 @@ class Stepping(_Base):
             pending = self._report(place, synchronised)  # while the last gradients travel
             for prepared in self._prepared:
                 prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
+            alone = weight if place is None else 1 / (place.micro_batches * place.accumulation_steps)
+            for prepared in took_part:
+                prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
         except BaseException:
             for prepared in self._prepared:
                 prepared.abandon_backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.local_gradients import LocalGradients, NoSync
 
 
 class PreparedModel(ABC):
@@ -32,11 +34,14 @@ class PreparedModel(ABC):
         requires_synchronisation: False inside ``no_sync``.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
+        local: the gradients that this rank holds alone.
+        steps_alone: whether a rank has whole parameters for itself, so that it may step with them.
     """
 
     module: nn.Module
     loss_multiplier: float = 1.0
     reductions: tuple[GradientReduction, ...] = ()
+    steps_alone = False
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module
@@ -48,7 +53,9 @@ class PreparedModel(ABC):
         self.synchronise_next = True
         self._used: set[int] = set()
         self._usage_told = False
+        self.local = LocalGradients()
         module._lshdp_prepared = weakref.ref(self)
+        module.no_sync = NoSync(self)
 
         # A function, which a deep copy of the module (an average of its weights) shares; of a bound method it would
         # copy the object too, down to the process groups.
@@ -65,6 +72,16 @@ class PreparedModel(ABC):
         prepared = reference() if reference is not None else None
         # A deep copy of a prepared module carries the reference, but is not prepared.
         return prepared if prepared is not None and prepared.module is module else None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards of forwards inside only add to what this rank (or its node) has."""
+        before = self.requires_synchronisation
+        self.requires_synchronisation = False
+        try:
+            yield
+        finally:
+            self.requires_synchronisation = before
 
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
@@ -89,6 +106,10 @@ class PreparedModel(ABC):
     @abstractmethod
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
+
+    def has_gradients(self) -> bool:
+        """Whether this rank holds gradients, final or not."""
+        return any(parameter.grad is not None for parameter in self.trainable_parameters())
 
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.

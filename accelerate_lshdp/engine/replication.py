@@ -45,6 +45,8 @@ class ReplicatedModel(PreparedModel):
         partners: ranks that sum a bucket.
     """
 
+    steps_alone = True
+
     def __init__(
         self,
         module: nn.Module,
