@@ -235,9 +235,14 @@ class Checkpointing(_Base):
             },
         )
 
-    def _positioned_loaders(self) -> list[HeterogeneousDataLoader]:
-        loaders = [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
-        return [loader for loader in loaders if loader.purpose != EVALUATION]
+    def _positioned_loaders(self) -> list[Any]:
+        """Ours, and those that keep a position of their own although stock accelerate divides their batches."""
+        loaders = [
+            loader
+            for loader in self._dataloaders
+            if type(loader) is HeterogeneousDataLoader or getattr(loader, "use_stateful_dataloader", False)
+        ]
+        return [loader for loader in loaders if getattr(loader, "purpose", None) != EVALUATION]
 
     def _restore_loaders(self, loaded: LoadedCheckpoint) -> None:
         loaders = self._positioned_loaders()
@@ -310,7 +315,9 @@ class Checkpointing(_Base):
         ``max_shard_size`` is written tensor by tensor, without a full copy in memory.
         """
         model = self.unwrap_model(model)
-        if not safe_serialization or _bytes_of(model) > _parse_size(max_shard_size):
+        # Parameters on the meta device are offloaded by accelerate's own hooks, which know where they are; or lost.
+        elsewhere = any(tensor.is_meta for tensor in model.parameters())
+        if not safe_serialization or elsewhere or _bytes_of(model) > _parse_size(max_shard_size):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         on_each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if on_each_node else self.is_main_process
