@@ -134,13 +134,12 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def _go_on_unasked(self) -> None:
         """As torchdata's loaders: the next pass is the rest of the epoch, or the next epoch if nothing is left."""
-        progress = self._progress
         try:
-            is_over = self._global_batch_count(len(self._source) - progress.samples, self._cut()) <= 0
+            is_over = self._global_batch_count(len(self._source) - self.position.samples, self._cut()) <= 0
         except TypeError:  # a stream without a length: an empty pass tells
             is_over = False
         if is_over:
-            progress.start_epoch(progress.epoch + 1)
+            self._progress.start_epoch(self.position.epoch + 1)
         else:
             self.resume()
 

@@ -176,7 +176,7 @@ class Preparing(_Base):
             mine = [p for p in prepared.trainable_parameters() if id(p) in updated] if prepared.local.held else []
             if mine and prepared.has_gradients():
                 gradients = [p.grad for p in mine if p.grad is not None]
-                prepared.local.use(gradients, not prepared.requires_synchronisation, prepared.steps_alone)
+                prepared.local.use(gradients, prepared.within_no_sync > 0, prepared.steps_alone)
                 logger.warning_once(
                     "an optimizer steps with gradients of each rank alone (inside no_sync(), as LocalSGD does): "
                     "parameters differ between ranks until they are averaged"

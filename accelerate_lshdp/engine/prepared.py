@@ -31,7 +31,8 @@ class PreparedModel(ABC):
         bypassed: whether autograd produced gradients outside ``begin_backward`` and ``finish_backward``.
         took_part: whether autograd produced gradients for this model since ``begin_backward``.
         reductions: what sums its gradients between ranks, with what that keeps from step to step.
-        requires_synchronisation: False inside ``no_sync``.
+        requires_synchronisation: whether forwards that begin now synchronise their backward; never inside ``no_sync``.
+        within_no_sync: how many ``no_sync`` are open.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
         local: the gradients that this rank holds alone.
@@ -49,6 +50,7 @@ class PreparedModel(ABC):
         self.in_backward = False
         self.bypassed = False
         self.took_part = False
+        self.within_no_sync = 0
         self.requires_synchronisation = True
         self.synchronise_next = True
         self._used: set[int] = set()
@@ -75,13 +77,22 @@ class PreparedModel(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards inside only add to what this rank (or its node) has."""
-        before = self.requires_synchronisation
-        self.requires_synchronisation = False
+        """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
+        before = self._synchronises
+        self.within_no_sync += 1
         try:
             yield
         finally:
-            self.requires_synchronisation = before
+            self.within_no_sync -= 1
+            self._synchronises = before
+
+    @property
+    def requires_synchronisation(self) -> bool:
+        return self._synchronises and not self.within_no_sync
+
+    @requires_synchronisation.setter
+    def requires_synchronisation(self, synchronises: bool) -> None:
+        self._synchronises = synchronises
 
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
