@@ -57,6 +57,7 @@ Outcomes = dict[str, tuple[str, str]]  # test -> (outcome, reason)
 
 def main() -> int:
     arguments = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if not (arguments.sources / "tests" / "test_accelerator.py").is_file():
         print(f"{arguments.sources} has no tests/test_accelerator.py: give the folder of accelerate's sources")
         return 2
@@ -116,6 +117,9 @@ def run_file(sources: Path, name: str, side: str, arguments: argparse.Namespace)
             late = True
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
+        except BaseException:  # interrupted: what was started ends, too
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         found: Outcomes = {}
         if outcomes.exists():
             for line in map(json.loads, outcomes.read_text().splitlines()):
