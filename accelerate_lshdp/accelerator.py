@@ -20,6 +20,7 @@ from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
 from accelerate_lshdp.collecting import Collecting
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.ddp_options import ddp_options_without_effect, refuse_ddp_options
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.failures import failures_explained
@@ -92,6 +93,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         error: Exception | None = None
         try:
             refuse_other_engines(kwargs)
+            refuse_ddp_options(kwargs.get("kwargs_handlers"))
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
             self.plan, self.lsdp_plugin = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
             self._choose_precision(kwargs)
@@ -115,6 +117,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
         self._rank_step = RankStep()
+        self._watched: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # models whose forwards tell which batch they see
         self._unstepped: set[PreparedModel] = set()  # with a backward since the last step of an optimizer of theirs
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
@@ -184,6 +189,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             logger.warning(
                 f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
                 "places the parameters. Choose the units and the checkpointing in LSDPPlugin and in the model"
+            )
+        if unused := ddp_options_without_effect([self.ddp_handler]):
+            logger.warning(
+                f"DistributedDataParallelKwargs({', '.join(unused)}) has no effect: torch's DDP is not used. The size "
+                "of gradient buckets is LSDPPlugin(bucket_megabytes=...)"
             )
 
     def check_agreement(self, digest: str, what: str) -> None:

@@ -12,6 +12,7 @@ from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from accelerate_lshdp.checkpoint_hooks import run_load_hooks, run_save_hooks
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_loader import EVALUATION
 from accelerate_lshdp.engine.agreement import raise_together
@@ -71,6 +72,11 @@ class Checkpointing(_Base):
         nodes; an older one of that name is replaced as a whole. Any number of ranks, under any plan and strategy, can
         continue from it.
 
+        Hooks of ``register_save_state_pre_hook`` are called before anything is written; what they write into the
+        folder that they get becomes a part of this node's checkpoint. A model whose state dict they take out of
+        their list is not saved. Under strategies that shard a model, the state dicts are full on one rank of each
+        node and empty on the others.
+
         Args:
             output_dir: the checkpoint's folder, on each node; may be left out with automatic checkpoint naming.
             safe_serialization: has to stay True, there is no other format.
@@ -110,9 +116,8 @@ class Checkpointing(_Base):
             samples_seen=self.samples_seen,
             seed=self._loader_context.seed,
             trust_checkpoint=self.trust_checkpoint,
+            before_writing=self._run_save_hooks if self._save_model_state_pre_hook else None,
         )
-        for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, [], str(folder))
         limit = self.project_configuration.total_limit
         if named and limit is not None and self.topology.local_rank == 0:
             drop_oldest(self._numbered_folder(), limit)
@@ -143,6 +148,9 @@ class Checkpointing(_Base):
         plan, strategy or number of ranks with the same remaining samples. Loaders get their position back:
         ``skip_first_batches(loader)`` without a number goes on there.
 
+        Hooks of ``register_load_state_pre_hook`` are called before anything is restored; a model that they take out of
+        their list is not restored.
+
         Args:
             input_dir: a checkpoint or a folder of checkpoints; may be left out with automatic checkpoint naming.
             load_kwargs: has to be empty.
@@ -168,6 +176,7 @@ class Checkpointing(_Base):
             plan_digest=self.plan.digest(),
             trust_checkpoint=self.trust_checkpoint,
             accepts=self._accepts,
+            before_reading=self._run_load_hooks if self._load_model_state_pre_hook else None,
         )
         for prepared in self._prepared:
             prepared.parameters_loaded()
@@ -179,9 +188,14 @@ class Checkpointing(_Base):
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
         self._continue_numbers()
-        for hook in self._load_model_state_pre_hook.values():
-            hook(self._models, loaded.path)
         return loaded
+
+    def _run_save_hooks(self, folder: str) -> frozenset[int]:
+        weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
+        return run_save_hooks(self._save_model_state_pre_hook.values(), self._models, weights, folder)
+
+    def _run_load_hooks(self, folder: str) -> frozenset[int]:
+        return run_load_hooks(self._load_model_state_pre_hook.values(), self._models, folder)
 
     def load_models(self, input_dir: str | os.PathLike[str]) -> None:
         """Gives the prepared models the parameters and buffers of a checkpoint, and changes nothing else (collective).
@@ -240,9 +254,14 @@ class Checkpointing(_Base):
             },
         )
 
-    def _positioned_loaders(self) -> list[HeterogeneousDataLoader]:
-        loaders = [loader for loader in self._dataloaders if type(loader) is HeterogeneousDataLoader]
-        return [loader for loader in loaders if loader.purpose != EVALUATION]
+    def _positioned_loaders(self) -> list[Any]:
+        """Ours, and those that keep a position of their own although stock accelerate divides their batches."""
+        loaders = [
+            loader
+            for loader in self._dataloaders
+            if type(loader) is HeterogeneousDataLoader or getattr(loader, "use_stateful_dataloader", False)
+        ]
+        return [loader for loader in loaders if getattr(loader, "purpose", None) != EVALUATION]
 
     def _accepts(self, loaders: list[dict], extra: dict) -> None:
         """Raises ValueError if a checkpoint holds positions and counters that no save writes: it is passed over then.
@@ -329,7 +348,9 @@ class Checkpointing(_Base):
         ``max_shard_size`` is written tensor by tensor, without a full copy in memory.
         """
         model = self.unwrap_model(model)
-        if not safe_serialization or _bytes_of(model) > _parse_size(max_shard_size):
+        # Parameters on the meta device are offloaded by accelerate's own hooks, which know where they are; or lost.
+        elsewhere = any(tensor.is_meta for tensor in model.parameters())
+        if not safe_serialization or elsewhere or _bytes_of(model) > _parse_size(max_shard_size):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         on_each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if on_each_node else self.is_main_process

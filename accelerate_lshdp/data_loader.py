@@ -133,6 +133,19 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self._source.set_generator_state(state["sampler_generator"])
         self._seed = state["seed"]
         self._source.set_seed(self._seed)
+        if self.use_stateful_dataloader:
+            self._go_on_unasked()
+
+    def _go_on_unasked(self) -> None:
+        """As torchdata's loaders: the next pass is the rest of the epoch, or the next epoch if nothing is left."""
+        try:
+            is_over = self._global_batch_count(len(self._source) - self.position.samples, self._cut()) <= 0
+        except TypeError:  # a stream without a length: an empty pass tells
+            is_over = False
+        if is_over:
+            self._progress.start_epoch(self.position.epoch + 1)
+        else:
+            self.resume()
 
     def resume(self) -> None:
         """Let the next training pass start at the restored position. Raises ValueError if there is none."""

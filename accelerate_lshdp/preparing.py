@@ -223,9 +223,22 @@ class Preparing(_Base):
         for prepared in self._prepared:
             prepared.before_step()
         if self.num_processes > 1:
+            self._settle_local_gradients(optimizer)
             self._refuse_gradients_of_one_rank(optimizer)
         self._hidden += hide_what_others_update(optimizer)
         self._timer.optimizer_begins()
+
+    def _settle_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for prepared in self._prepared:
+            mine = [p for p in prepared.trainable_parameters() if id(p) in updated] if prepared.local.held else []
+            if mine and prepared.has_gradients():
+                gradients = [p.grad for p in mine if p.grad is not None]
+                prepared.local.use(gradients, prepared.within_no_sync > 0, prepared.steps_alone)
+                logger.warning_once(
+                    "an optimizer steps with gradients of each rank alone (inside no_sync(), as LocalSGD does): "
+                    "parameters differ between ranks until they are averaged"
+                )
 
     def _refuse_gradients_of_one_rank(self, optimizer: torch.optim.Optimizer) -> None:
         summed = {id(p) for prepared in self._prepared for p in prepared.trainable_parameters()}

@@ -16,6 +16,7 @@ from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import all_fail_here
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.failures import CommunicationError, failures_explained
+from accelerate_lshdp.engine.marks import leave_hooks_out
 from accelerate_lshdp.engine.node_memory import NodeMemoryError
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.ranks_in_step import FAILED, require_same_step
@@ -87,9 +88,12 @@ class Stepping(_Base):
 
     def _watch_inputs(self, model: nn.Module) -> None:
         """Lets the forwards of a prepared model tell which batch the script works on."""
+        if model in self._watched:
+            return
+        self._watched.add(model)
         reference = weakref.ref(self)
 
-        # A function, not a method: see PreparedModel. Before its hook, which asks whether to synchronise.
+        # Before the hook of PreparedModel, which asks whether to synchronise.
         def on_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             accelerator = reference()
             # In a compiled graph there is no memory to look at; then the batch that is alive is taken.
@@ -99,6 +103,7 @@ class Stepping(_Base):
                 accelerator._enter_place(accelerator._steps_before)
 
         model.register_forward_pre_hook(on_forward, with_kwargs=True, prepend=True)
+        leave_hooks_out(model)
 
     @contextlib.contextmanager
     def counting_losses(self, share: float) -> Iterator[None]:
@@ -115,15 +120,8 @@ class Stepping(_Base):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         prepared = PreparedModel.of(model)
-        if prepared is None:
+        with contextlib.nullcontext() if prepared is None else prepared.no_sync():
             yield
-            return
-        before = prepared.requires_synchronisation
-        prepared.requires_synchronisation = False
-        try:
-            yield
-        finally:
-            prepared.requires_synchronisation = before
 
     @staticmethod
     @contextlib.contextmanager
@@ -158,10 +156,12 @@ class Stepping(_Base):
             problem, self._tracker.problem = self._tracker.problem, None
             raise RuntimeError(f"accelerator.backward {problem}")
         self._last_share = self._share(place)
-        loss = weigh(loss, self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
+        weight = self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0)
+        loss = weigh(loss, weight)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:
+            prepared.local.begin(prepared.has_gradients())
             prepared.begin_backward(prepared.synchronise_next)
         meeting = None
         if any(prepared.synchronise_next for prepared in self._prepared):
@@ -178,6 +178,9 @@ class Stepping(_Base):
             pending = self._report(synchronised)  # while the last gradients travel
             for prepared in self._prepared:
                 prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
+            alone = weight if place is None else 1 / (place.micro_batches * place.accumulation_steps)
+            for prepared in took_part:
+                prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
         except BaseException:
             for prepared in self._prepared:
                 prepared.abandon_backward()

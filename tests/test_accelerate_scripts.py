@@ -2,7 +2,8 @@
 """accelerate's own test scripts pass when every `Accelerator` in them is ours, with equal batches and `ddp`.
 
 They run unchanged. `test_sync`'s checks of gradient accumulation, which the script itself leaves out on CPUs, are
-called one by one.
+called one by one; under `lsdp`, too, but for what they expect of gradients between micro-batches on one node, whose
+ranks share them (`test_no_sync.py`).
 """
 
 from __future__ import annotations
@@ -63,13 +64,9 @@ def test_script_passes_on_two_processes(tmp_path, script):
         assert json.loads(process.stdout.rpartition("made ")[2]) == [["ddp", 2, True]]
 
 
-def ours(*args, **kwargs) -> LSHDPAccelerator:
-    return LSHDPAccelerator(*args, plan=PLAN, **kwargs)
-
-
-def run_accumulation_check(name: str, *flags: bool) -> None:
+def run_accumulation_check(name: str, strategy: str, *flags: bool) -> None:
     """The check on fixed data: where random data gives a gradient near 0, Adam turns its rounding into real steps."""
-    test_sync.Accelerator = ours
+    test_sync.Accelerator = partial(LSHDPAccelerator, plan=Plan.equal(strategy=strategy))
     test_sync.RegressionDataset = partial(RegressionDataset, seed=96)
     try:
         getattr(test_sync, name)(*flags)
@@ -84,7 +81,13 @@ def run_accumulation_check(name: str, *flags: bool) -> None:
     ids=lambda f: "-".join(n for n, on in zip(["split", "dispatch", "sync_each"], f, strict=True) if on) or "plain",
 )
 def test_gradient_accumulation_of_test_sync(workers, name, flags):
-    workers(2).run(run_accumulation_check, name, *flags)
+    workers(2).run(run_accumulation_check, name, "ddp", *flags)
+
+
+@pytest.mark.parametrize("name", ["test_gradient_accumulation", "test_gradient_accumulation_with_opt_and_scheduler"])
+@pytest.mark.parametrize(("nodes", "flags"), [((1, 1), (True, True, False)), ((2,), (False, False, True))])
+def test_gradient_accumulation_of_test_sync_under_lsdp(workers, name, nodes, flags):
+    workers(2).run(run_accumulation_check, name, "lsdp", *flags, nodes=nodes)
 
 
 def run_ops_checks() -> tuple[bool, int]:

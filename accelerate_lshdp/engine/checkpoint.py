@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,8 +32,10 @@ from accelerate_lshdp.engine.checkpoint_files import (
     Manifest,
     check_replaceable,
     commit,
+    guest_folder,
     newest_generation,
     remove_leftovers,
+    take_in,
     write_file,
 )
 from accelerate_lshdp.engine.checkpoint_model import stream_full_state
@@ -101,6 +104,7 @@ def save_checkpoint(
     samples_seen: int,
     seed: int,
     trust_checkpoint: bool = False,
+    before_writing: Callable[[str], frozenset[int]] | None = None,
 ) -> None:
     """Writes a complete checkpoint on every node (collective).
 
@@ -116,13 +120,15 @@ def save_checkpoint(
         samples_seen: samples of the global batches of these steps.
         seed: of the run.
         trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
+        before_writing: called on all ranks with an empty folder before anything is collected (collective); says which
+            models are `left_out`. What it writes into the folder becomes a part of this node's checkpoint.
 
     Raises:
         RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
             as it was before on every node, unless the message says that renaming failed.
     """
     final = Path(os.path.realpath(directory))
-    contents = collect(objects, layout, trust_checkpoint)
+    contents = None if before_writing else collect(objects, layout, trust_checkpoint)
     elected = elect_writer(final, layout)
     attempt = Attempt()
     with ExitStack() as stack:
@@ -137,7 +143,16 @@ def save_checkpoint(
         folder = None
         if elected:
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
+        if before_writing:
+            aside = guest_folder(final, save_id)
+            if elected:
+                attempt(aside.mkdir)
         together(f"preparing to write checkpoint {final}", attempt.error)
+        if before_writing:
+            objects = replace(objects, left_out=before_writing(str(aside)))
+            contents = collect(objects, layout, trust_checkpoint)
+            if elected:
+                attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
         if folder is not None:
@@ -157,6 +172,7 @@ def load_checkpoint(
     plan_digest: str,
     trust_checkpoint: bool = False,
     accepts: Accepts | None = None,
+    before_reading: Callable[[str], frozenset[int]] | None = None,
 ) -> LoadedCheckpoint:
     """Restores a run from the newest checkpoint that is complete on some node (collective).
 
@@ -170,11 +186,15 @@ def load_checkpoint(
         plan_digest: of the plan of this run.
         trust_checkpoint: allows reading pickles. A pickle can run any code.
         accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
+        before_reading: called on all ranks with the checkpoint's folder (collective); says which models are
+            `left_out`.
 
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
     path = _on_all_nodes(directory, layout, accepts)
+    if before_reading:
+        objects = replace(objects, left_out=before_reading(str(path)))
     with failing_together(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)

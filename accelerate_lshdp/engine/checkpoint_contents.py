@@ -52,6 +52,8 @@ class TrainingObjects:
         custom: registered objects with `state_dict` and `load_state_dict`; rank 0's state is saved.
         extra: values of the run, as JSON; rank 0's are saved.
         extra_tensors: tensors of this rank alone, such as error feedback.
+        left_out: indices of models that are neither saved nor restored here: hooks of the script do it. The others
+            count from 0 in a checkpoint.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -62,6 +64,7 @@ class TrainingObjects:
     custom: list[Any] = field(default_factory=list)
     extra: dict = field(default_factory=dict)
     extra_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -98,10 +101,11 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
     pickles: dict[str, bytes] = {}
     random_state = checkpoint_rng.capture(layout.device)
     with failing_together("collecting what is to be saved"):
-        models = [ModelTensors.of(model) for model in objects.models]
+        everything = [ModelTensors.of(model) for model in objects.models]
+        names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
+        models = [model for index, model in enumerate(everything) if index not in objects.left_out]
         for index, model in enumerate(models):
             own[f"model_{index}.safetensors"] = [TensorSource.of(*item) for item in model.tensors.items()]
-        names = checkpoint_optimizer.parameter_names([model.parameters for model in models])
         document["models"] = [
             {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
             for index, model in enumerate(models)

@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +127,29 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
     finally:
         os.close(descriptor)
         remove_tree(path)
+
+
+def guest_folder(final: Path, save_id: str) -> Path:
+    """Where others may put what is to be beside our files: inside the hidden folder, under the final name."""
+    return _hidden_path(final, save_id, "partial") / final.name
+
+
+def take_in(guest: Path, own: Collection[str]) -> None:
+    """Moves what others put into a guest folder beside our own files, before these are written.
+
+    Raises:
+        FileExistsError: one of them has the name of an own file.
+    """
+    taken = sorted(path.name for path in guest.iterdir() if path.name in own)
+    if taken:
+        raise FileExistsError(
+            f"a hook of save_state wrote {', '.join(taken)}, a name of the checkpoint's own; give it another name"
+        )
+    # Under a name that no file can have: one of the guests may be called like the folder.
+    emptied = guest.rename(guest.with_name(f"{guest.name}.{uuid.uuid4().hex}"))
+    for path in list(emptied.iterdir()):
+        path.rename(emptied.parent / path.name)
+    emptied.rmdir()
 
 
 def commit(folder: Path, final: Path, save_id: str) -> None:

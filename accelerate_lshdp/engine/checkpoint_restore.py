@@ -59,6 +59,7 @@ class SavedModels:
             raise ValueError(
                 f"the checkpoint holds {saved} {what}, this run has {current}; prepare and register the same "
                 "objects, in the same order, before loading"
+                + (", and the hooks that saved models themselves" if key == "models" and saved < current else "")
             )
 
     def _check_model(self, index: int, model: ModelTensors, saved: dict[str, Any]) -> None:
@@ -105,11 +106,13 @@ class SavedTraining(SavedModels):
     def __init__(
         self, folder: Path, objects: TrainingObjects, layout: NodeLayout, same_plan: bool, trust_checkpoint: bool
     ) -> None:
-        super().__init__(folder, objects.models)
+        restored = [model for index, model in enumerate(objects.models) if index not in objects.left_out]
+        super().__init__(folder, restored)
         self._ranks = SafetensorsReader(folder / "rank_tensors.safetensors")
         for key in ("optimizers", "schedulers", "custom"):
             self._check_count(key, len(getattr(objects, key)))
-        names = checkpoint_optimizer.parameter_names([model.parameters for model in self._models])
+        everything = [ModelTensors.of(model) for model in objects.models]
+        names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
         for index, (optimizer, saved) in enumerate(zip(objects.optimizers, self.document["optimizers"], strict=True)):
             reader = SafetensorsReader(folder / f"optimizer_{index}.safetensors")
             self._steps.append(checkpoint_optimizer.check(optimizer, names, saved, reader).apply)

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accelerate_lshdp.engine.local_gradients import NoSync
+
 
 if TYPE_CHECKING:
     from accelerate_lshdp.engine.prepared import PreparedModel
 
 #: The attribute of a module that leads to its ``PreparedModel``.
 PREPARED = "_lshdp_prepared"
-_ATTRIBUTES = (PREPARED, "_apply", "__reduce_ex__")
+_ATTRIBUTES = (PREPARED, "no_sync", "_apply", "__reduce_ex__")
 
 
 class Link:
@@ -69,7 +71,7 @@ class _Reduction:
 def mark(module: nn.Module, link: Link) -> None:
     """Attaches what a prepared module has; its state dict stays as it is."""
     # Not by setattr: modules may have one of their own.
-    vars(module).update({PREPARED: link, "_apply": _Conversion(module)})
+    vars(module).update({PREPARED: link, "no_sync": NoSync(link.prepared), "_apply": _Conversion(module)})
     leave_hooks_out(module)
 
 

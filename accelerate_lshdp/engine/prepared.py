@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.batch_statistics import RunningStatistics
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.local_gradients import LocalGradients
 from accelerate_lshdp.engine.marks import PREPARED, Link, mark
 
 
@@ -33,17 +35,21 @@ class PreparedModel(ABC):
         reductions: what sums its gradients between ranks, with what that keeps from step to step.
         can_be_completed: whether ``deliver_backward`` and ``finish_backward`` may follow a backward that autograd did
             not finish, so that other ranks need not wait for this one.
-        requires_synchronisation: False inside ``no_sync``.
+        requires_synchronisation: whether forwards that begin now synchronise their backward; never inside ``no_sync``.
+        within_no_sync: how many ``no_sync`` are open.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
         statistics: those that its normalisations keep of what they have seen.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
+        local: the gradients that this rank holds alone.
+        steps_alone: whether a rank has whole parameters for itself, so that it may step with them.
     """
 
     module: nn.Module
     loss_multiplier: float = 1.0
     reductions: tuple[GradientReduction, ...] = ()
     can_be_completed: bool = True
+    steps_alone = False
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module
@@ -51,12 +57,14 @@ class PreparedModel(ABC):
         self.in_backward = False
         self.bypassed = False
         self.took_part = False
+        self.within_no_sync = 0
         self.requires_synchronisation = True
         self.synchronise_next = True
         self.statistics = RunningStatistics(module, clock)
         self.on_training_forward: Callable[[], None] | None = None
         self._used: set[int] = set()
         self._usage_told = False
+        self.local = LocalGradients()
         mark(module, Link(self))
         module.register_forward_pre_hook(_before_forward)
 
@@ -67,6 +75,25 @@ class PreparedModel(ABC):
         prepared = None if link is None else link.prepared
         # A copy that a module makes of itself may carry the link, but is not prepared.
         return prepared if prepared is not None and prepared.module is module else None
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
+        before = self._synchronises
+        self.within_no_sync += 1
+        try:
+            yield
+        finally:
+            self.within_no_sync -= 1
+            self._synchronises = before
+
+    @property
+    def requires_synchronisation(self) -> bool:
+        return self._synchronises and not self.within_no_sync
+
+    @requires_synchronisation.setter
+    def requires_synchronisation(self, synchronises: bool) -> None:
+        self._synchronises = synchronises
 
     def forward_begins(self) -> None:
         """Says that a forward of the whole model begins."""
@@ -117,6 +144,10 @@ class PreparedModel(ABC):
         """Whether there are gradients that would change the parameters: not those that were set to None or zero."""
         gradients = (p.grad for p in self.trainable_parameters() if p.grad is not None)
         return any(bool(g.to_local().any() if isinstance(g, DTensor) else g.any()) for g in gradients)
+
+    def has_gradients(self) -> bool:
+        """Whether this rank holds gradients, final or not."""
+        return any(parameter.grad is not None for parameter in self.trainable_parameters())
 
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.

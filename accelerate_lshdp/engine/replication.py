@@ -46,6 +46,8 @@ class ReplicatedModel(PreparedModel):
         partners: ranks that sum a bucket.
     """
 
+    steps_alone = True
+
     def __init__(
         self,
         module: nn.Module,

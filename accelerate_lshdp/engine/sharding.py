@@ -370,6 +370,10 @@ class ShardedModel(PreparedModel):
             offset += size
         unit.local.clear()
 
+    def has_gradients(self) -> bool:
+        # Over the world those that were not synchronised are whole, and FSDP2's until they are.
+        return (self.policies.strategy.is_world_sharded and self.local.held) or super().has_gradients()
+
     def before_step(self) -> None:
         super().before_step()
         # A forward without a backward (metrics) may have left parameters gathered; FSDP2 would go on with their values
