@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
+from accelerate_lshdp.engine.empty_backward import gradients_of_zero
 from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.step_exchange import PendingReports
@@ -110,7 +111,8 @@ class Stepping(_Base):
         """
         place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
         self._refuse_wrong_backward(place)
-        loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
+        share = self._share(place)
+        loss = weigh(loss, share * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         for prepared in self._prepared:
@@ -119,7 +121,8 @@ class Stepping(_Base):
         if any(prepared.synchronise_next for prepared in self._prepared):
             meeting = self._exchange.meet("backward", self._tracker.within_window)
         try:
-            loss.backward(**kwargs)
+            with contextlib.nullcontext() if share else gradients_of_zero(self._prepared):
+                loss.backward(**kwargs)
             if meeting is not None:
                 meeting.require_all()  # else gradients are waited for that do not come
             took_part = [prepared for prepared in self._prepared if prepared.took_part]

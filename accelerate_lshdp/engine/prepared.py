@@ -90,6 +90,10 @@ class PreparedModel(ABC):
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
 
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
+        yield from self.module.parameters()
+
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,6 +101,12 @@ class ShardedModel(PreparedModel):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
+
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        for module in self._fsdp_modules():
+            for group in param_groups(module):
+                gathered = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params]
+                yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
 
     # Setting up
 
