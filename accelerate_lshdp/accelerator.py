@@ -119,6 +119,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._hidden: list[tuple[nn.Parameter, Any]] = []  # gradients that another rank of the node uses
         self._evaluation_depth = 0
         self._window_tokens: float | None = None
+        self.loss_findings: dict[str, dict[str, Any]] = {}  # what losses were found to be, for checkpoints
         options = self.lsdp_plugin
         self._placement = Placement(
             self.policies,

@@ -158,6 +158,8 @@ class Checkpointing(_Base):
         self._move_schedules(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
+        for name, findings in loaded.extra.get("losses", {}).items():
+            self.loss_findings.setdefault(name, {}).update(findings)
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
         for hook in self._load_model_state_pre_hook.values():
@@ -218,6 +220,7 @@ class Checkpointing(_Base):
                 "accelerate_step": self.step,
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "automatic_sizes": None if self._sizing is None else self._sizing.state_dict(),
+                "losses": self.loss_findings,
             },
         )
 
