@@ -17,7 +17,7 @@ from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.plugin import BatchNormMode
-from accelerate_lshdp.weighting import LossWeighting, label_token_counter
+from accelerate_lshdp.weighting import LossWeighting, require_known_labels
 
 
 if TYPE_CHECKING:
@@ -73,8 +73,10 @@ class Preparing(_Base):
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
         self._time_forwards(model)
-        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
-            self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
+        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
+            require_known_labels(model)
+        if self._losses is not None:
+            self._losses.watch(model)
         return model
 
     def _take_back(self, prepared: PreparedModel) -> None:

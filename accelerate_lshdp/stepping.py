@@ -111,7 +111,7 @@ class Stepping(_Base):
         """
         place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
         self._refuse_wrong_backward(place)
-        share = self._share(place)
+        share = self._share(place, loss)
         loss = weigh(loss, share * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -189,9 +189,11 @@ class Stepping(_Base):
                     "weight losses yourself with LSDPPlugin(loss_weighting='none')"
                 )
 
-    def _share(self, place: MicroBatchPlace | None) -> float:
+    def _share(self, place: MicroBatchPlace | None, loss: torch.Tensor) -> float:
         if self._given_share is not None:
             return self._given_share
+        if self._losses is not None and place is not None:
+            return self._losses.share(place, loss)
         weighting = LossWeighting(self.lsdp_plugin.loss_weighting)
         if weighting is LossWeighting.TOKENS and place is not None and place.window_start:
             counted = torch.tensor([float(place.window_tokens or 0)], dtype=torch.float64)
