@@ -28,6 +28,7 @@ from accelerate_lshdp.engine.checkpoint import (
     stream_full_state,
 )
 from accelerate_lshdp.engine.collectives import GradientReduction
+from accelerate_lshdp.loss_parts import restore_findings
 
 
 if TYPE_CHECKING:
@@ -158,8 +159,7 @@ class Checkpointing(_Base):
         self._move_schedules(loaded)
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self.step = int(loaded.extra.get("accelerate_step", 0))
-        for name, findings in loaded.extra.get("losses", {}).items():
-            self.loss_findings.setdefault(name, {}).update(findings)
+        restore_findings(self.loss_findings, loaded.extra.get("losses"))
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
         for hook in self._load_model_state_pre_hook.values():

@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 
 #: A first batch may fit several answers, as one whose rows all have as many labels; later ones will not.
 _MOST_TRIALS = 10
+#: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
+_MOST_LOSSES = 3
 #: Relative difference of losses that are taken for equal: both are computed from the same logits, in fp32 or better.
 _EQUAL, _EQUAL_IN_LOW_PRECISION = 1e-5, 1e-2
 #: The compositions of `CrossEntropies`, in its order.
@@ -141,27 +143,30 @@ class LossFinder:
         finder = self
 
         # Functions, not methods: see PreparedModel.
+        def watched(called: nn.Module) -> bool:
+            compiles = torch.compiler.is_compiling()
+            return torch.is_grad_enabled() and not (finder.idle or compiles) and PreparedModel.of(called) is not None
+
         def before_forward(called: nn.Module, args: tuple) -> None:
-            if torch.is_grad_enabled():
+            if watched(called):
                 finder._forward = None  # not beside the activations of the next one
 
         def after_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            compiles = torch.compiler.is_compiling()
-            if not (finder.idle or compiles) and torch.is_grad_enabled() and PreparedModel.of(called) is not None:
-                finder._forward_ended(called, _named(called, args, kwargs), output)
+            if watched(called):
+                finder._forward_ended(called, args, kwargs, output)
 
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward, with_kwargs=True)
 
-    def _forward_ended(self, model: nn.Module, kwargs: dict[str, Any], output: Any) -> None:
-        labels = integer_labels(kwargs)
-        if self._is_settled:
-            # Those of the batch were counted by its loader; counting these may mean waiting for a device.
-            given = any(found["given"] for found in self._findings.values())
-            self._forward = Forward(labels if given else None)
-            return
-        self._forward = Forward.of(model, labels, kwargs.get("num_items_in_batch"), output)
-        self._class = _kind_of_class(model, labels)
+    def _forward_ended(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._is_settled:
+            named = _named(model, args, kwargs)
+            labels = integer_labels(named)
+            self._forward = Forward.of(model, labels, named.get("num_items_in_batch"), output)
+            self._class = _kind_of_class(model, labels)
+        elif any(found["given"] for found in self._findings.values()):
+            # Else the labels are those of the batch, which its loader has counted: no device is waited for.
+            self._forward = Forward(integer_labels(_named(model, args, kwargs)))
 
     @property
     def _is_settled(self) -> bool:
@@ -177,7 +182,7 @@ class LossFinder:
         """
         if self.idle:
             return _share_of_samples(place)
-        self._order = self._order + 1 if place is self._place else 0
+        self._order = min(self._order + 1, _MOST_LOSSES) if place is self._place else 0
         self._place = place
         name = f"loss {self._order}"
         if place.window_start if self._counter.of_steps else place.micro_batch == 0:

@@ -54,6 +54,25 @@ def count_labels(labels: torch.Tensor, shifted: bool) -> int:
     return int((labels[..., 1:] if shifted else labels).ne(IGNORED_LABEL).sum())
 
 
+def restore_findings(findings: dict[str, dict[str, Any]], saved: Any) -> None:
+    """Takes over what losses were found to be in the run that a checkpoint is of; older checkpoints know nothing.
+
+    Args:
+        findings: of this run: the Trainer's, and those of a loop; changed in place.
+        saved: as it was in the checkpoint.
+    """
+    saved = saved if isinstance(saved, dict) else {}
+    trainer, loop = ({} if not isinstance(saved.get(name), dict) else saved[name] for name in ("trainer", "loop"))
+    if isinstance(trainer.get("uses_count"), bool):
+        findings.setdefault("trainer", {})["uses_count"] = trainer["uses_count"]
+    if trainer.get("composition") in Composition.__members__:
+        findings.setdefault("trainer", {})["composition"] = trainer["composition"]
+    for name, found in loop.items():
+        known = isinstance(found, dict) and found.get("composition") in Composition.__members__
+        if known and isinstance(found.get("counts"), bool) and isinstance(found.get("given"), bool):
+            findings.setdefault("loop", {})[name] = found
+
+
 # The halves of a batch
 
 Half = tuple[Any, int]

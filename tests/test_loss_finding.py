@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from training_cases import Samples, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.loss_finding import loss_shifts_labels
 
 
 TAGS, LENGTH = 7, 6
@@ -234,3 +235,201 @@ def test_losses_divided_by_all_labels_are_not_weighted_again(workers, strategy, 
     for parameters, found in workers(2).run(train_by_recipe, strategy, steps, nodes=nodes):
         assert found == {"loss 0": "GLOBAL"}
         assert relative_error(parameters, expected) <= 1e-12
+
+
+# Losses that cannot be recognised
+
+
+def train_on_rows(sizes: list, weighting: str | None, labels: bool) -> tuple[list, dict]:
+    """A loss that compares the rows of a batch with each other, with labels in the batch or without."""
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes(sizes, strategy="ddp"), lsdp_plugin=LSDPPlugin(loss_weighting=weighting)
+    )
+    model = make_tagger("labels")
+    loader = DataLoader(data_of("labels" if labels else "own mean over rows"), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+    model.train()
+    with listening() as told:
+        for batch in loader:
+            rows = model(batch["input_ids"])["logits"].flatten(1)
+            accelerator.backward(cross_entropy(rows @ rows.T, torch.arange(len(rows))))
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, accelerator.loss_findings["loop"]
+
+
+def test_a_loss_that_cannot_be_recognised_is_told_of_once(workers):
+    (told, found), _ = workers(2).run(train_on_rows, [3, 1], None, False, nodes=(1, 1))
+    assert len(told) == 1 and "is none that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
+    assert found["loss 0"]["composition"] == "UNKNOWN"
+    for sizes, weighting in (([3, 1], "sample"), ([2, 2], None)):
+        assert workers(2).run(train_on_rows, sizes, weighting, False, nodes=(1, 1))[0][0] == []
+
+
+def test_uneven_labels_under_such_a_loss_are_an_error_on_all_ranks(workers):
+    errors = workers(2).run(train_on_rows, [3, 1], None, True, nodes=(1, 1), expect_failure=True)
+    assert len({error.message for error in errors}) == 1
+    assert "different numbers of labels other than -100" in errors[0].message
+    assert "LSDP_LOSS_WEIGHTING" in errors[0].message
+    assert workers(2).run(train_on_rows, [3, 1], "none", True, nodes=(1, 1))[0][1] == {}
+
+
+def test_labels_made_in_the_loop_are_refused_where_they_are_needed_in_advance(workers):
+    arguments = ("labels made in the loop", "ddp", [(2, 2), (1, 2)])
+    errors = workers(2).run(train, *arguments, nodes=(1, 1), expect_failure=True)
+    assert all("Put the labels that the model is given into the batches" in error.message for error in errors)
+
+
+# Models of transformers
+
+
+def tiny_model(name: str) -> tuple[nn.Module, dict]:
+    """A model, and a batch for it."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    bert = {**small, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    bart = {"d_model": 8, "decoder_start_token_id": 1, "max_position_embeddings": 16}
+    for side in ("encoder", "decoder"):
+        bart.update({f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 8})
+    moe = {"num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    configs = {
+        "BertForTokenClassification": lambda: t.BertConfig(**bert, num_labels=16),
+        "BertForMaskedLM": lambda: t.BertConfig(**bert),
+        "BertForSequenceClassification": lambda: t.BertConfig(**bert, num_labels=4),
+        "BertForQuestionAnswering": lambda: t.BertConfig(**bert),
+        "GPT2LMHeadModel": lambda: t.GPT2Config(**small, n_embd=8, n_layer=1, n_head=2, n_positions=16),
+        "LlamaForCausalLM": lambda: t.LlamaConfig(**bert),
+        "MixtralForCausalLM": lambda: t.MixtralConfig(**bert, **moe),
+        "XLNetLMHeadModel": lambda: t.XLNetConfig(vocab_size=16, d_model=8, n_layer=1, n_head=2, d_inner=8),
+        "MarianMTModel": lambda: t.MarianConfig(**small, **bart),
+        "BartForConditionalGeneration": lambda: t.BartConfig(**small, **bart),
+        "T5ForConditionalGeneration": lambda: t.T5Config(
+            vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+        ),
+    }
+    model = getattr(t, name)(configs[name]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape))
+    data = tagged_rows(8)
+    batch = collate([data[index] for index in range(8)])
+    batch["input_ids"] = batch["input_ids"].clamp(min=1)
+    if name == "BertForSequenceClassification":
+        batch["labels"] = torch.arange(8) % 4
+    if name == "BertForQuestionAnswering":
+        del batch["labels"]
+        batch |= {"start_positions": torch.arange(8) % 5, "end_positions": torch.arange(8) % 6}
+    return model.train(), batch
+
+
+TRANSFORMERS = {
+    "BertForTokenClassification": "LABELS",
+    "BertForMaskedLM": "LABELS",
+    "BertForSequenceClassification": "SAMPLES",
+    "BertForQuestionAnswering": "SAMPLES",
+    "GPT2LMHeadModel": "SHIFTED_LABELS",
+    "LlamaForCausalLM": "SHIFTED_LABELS",
+    "XLNetLMHeadModel": "LABELS",
+    "MarianMTModel": "LABELS",
+    "BartForConditionalGeneration": "LABELS",
+    "T5ForConditionalGeneration": "LABELS",
+}
+
+
+def train_transformers(
+    name: str, weighting: str | None, dtype: torch.dtype = torch.float64
+) -> tuple[dict, str | None, list]:
+    """One step, on unequal parts of a batch."""
+    model, batch = tiny_model(name)
+    rows = [{key: values[index] for key, values in batch.items()} for index in range(8)]
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes([6, 2], strategy="ddp"), lsdp_plugin=LSDPPlugin(loss_weighting=weighting)
+    )
+    loader = DataLoader(rows, batch_size=4, collate_fn=collate)
+    model, _, loader = accelerator.prepare(model.to(dtype), torch.optim.SGD(model.parameters(), 0.1), loader)
+    turn_dropout_off(model.train())
+    with listening() as told:
+        for part in loader:
+            accelerator.backward(model(**part).loss)
+    gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found = accelerator.loss_findings["loop"].get("loss 0", {}).get("composition")
+    return gradients, found, told
+
+
+def turn_dropout_off(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "weighting"),
+    [(name, None) for name in TRANSFORMERS]
+    + [(name, "tokens") for name, found in TRANSFORMERS.items() if found != "SAMPLES"],
+)
+def test_models_of_transformers_count_as_in_one_process(workers, name, weighting):
+    model, batch = tiny_model(name)
+    turn_dropout_off(model.double())
+    model(**batch).loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gradients, found, _ in workers(2).run(train_transformers, name, weighting, nodes=(1, 1)):
+        # One label a sample fits means over both.
+        assert found == TRANSFORMERS[name] or (found is None and name == "BertForSequenceClassification")
+        assert relative_error(gradients, expected) <= 1e-6  # transformers computes losses in fp32
+
+
+@pytest.mark.parametrize(
+    ("kind", "encoder_decoder", "shifts"),
+    [
+        ("ForCausalLM", False, True),
+        (None, False, True),
+        (None, True, False),  # as Marian and VisionEncoderDecoder
+        ("ForConditionalGeneration", False, True),  # as Llava
+        ("ForConditionalGeneration", True, False),  # as T5
+        ("ForTokenClassification", False, False),
+    ],
+)
+def test_classes_that_predict_each_label_from_the_one_before(kind, encoder_decoder, shifts):
+    model = SimpleNamespace(loss_type=kind, config=SimpleNamespace(is_encoder_decoder=encoder_decoder))
+    import transformers.loss.loss_utils  # noqa: F401 - as for whoever has such a model
+
+    assert loss_shifts_labels(model) == shifts
+
+
+def test_an_auxiliary_loss_is_told_of(workers):
+    results = workers(2).run(train_transformers, "MixtralForCausalLM", None, torch.float32, nodes=(1, 1))
+    assert [found for _, found, _ in results] == ["SHIFTED_LABELS"] * 2
+    assert [text for text in results[0][2] if "auxiliary loss (aux_loss)" in text]
+
+
+# Checkpoints
+
+
+def train_and_resume(folder: str) -> tuple[dict, dict]:
+    def start() -> tuple:
+        accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([3, 1], strategy="ddp"))
+        model = make_tagger("labels")
+        loader = DataLoader(tagged_rows(), batch_size=2, collate_fn=collate)
+        return accelerator, *accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+
+    accelerator, model, optimizer, loader = start()
+    model.train()
+    for batch in loader:
+        accelerator.backward(loss_of("labels", model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(f"{folder}/state")
+    resumed, *_ = start()
+    resumed.load_state(f"{folder}/state")
+    return accelerator.loss_findings, resumed.loss_findings
+
+
+def test_a_checkpoint_keeps_what_was_found(workers, tmp_path):
+    for before, after in workers(2).run(train_and_resume, str(tmp_path), nodes=(2,)):
+        assert before["loop"]["loss 0"]["composition"] == "LABELS"
+        assert after == before
