@@ -26,12 +26,12 @@ IGNORED_LABEL = -100
 
 
 class LossWeighting(str, Enum):
-    """What the script's loss is a mean over."""
+    """What the script's loss is a mean over; ``auto``: it is found out."""
 
-    AUTO = "auto"
     SAMPLE = "sample"
     TOKENS = "tokens"
     NONE = "none"
+    AUTO = "auto"
 
     def __str__(self) -> str:
         return self.value
