@@ -20,6 +20,7 @@ from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
 from accelerate_lshdp.collecting import Collecting
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.data_tokens import LabelCounter
 from accelerate_lshdp.ddp_options import ddp_options_without_effect, refuse_ddp_options
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
@@ -32,6 +33,7 @@ from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
+from accelerate_lshdp.loss_finding import LossFinder
 from accelerate_lshdp.other_engines import (
     fsdp_choices_without_effect,
     refuse_other_engines,
@@ -47,6 +49,7 @@ from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
 from accelerate_lshdp.trainer import correct_loaded_trainer
+from accelerate_lshdp.weighting import LossWeighting
 
 
 logger = get_logger(__name__)
@@ -127,6 +130,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._hidden: list[tuple[nn.Parameter, Any]] = []  # gradients that another rank of the node uses
         self._evaluation_depth = 0
         self._window_tokens: float | None = None
+        self.loss_findings: dict[str, dict[str, Any]] = {"loop": {}}  # what losses were found to be, for checkpoints
+        self._losses: LossFinder | None = None
+        self._choose_weighting()
         options = self.lsdp_plugin
         self._placement = Placement(
             self.policies,
@@ -141,6 +147,28 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         if self.scaler is not None and self.policies.is_sharded:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
+
+    def _choose_weighting(self) -> None:
+        """Decides who says by how much losses count."""
+        weighting, counter = self.lsdp_plugin.loss_weighting, self.lsdp_plugin.token_counter
+        if weighting is LossWeighting.TOKENS and counter is not None:
+            self._loader_context.token_counter = counter
+        elif weighting in (LossWeighting.AUTO, LossWeighting.TOKENS):
+            labels = LabelCounter(of_steps=weighting is LossWeighting.TOKENS)
+            self._losses = LossFinder(
+                self._exchange, labels, self.loss_findings["loop"], sizes_change=self._sizing is not None
+            )
+            alone = self.num_processes == 1 and not self.plan.has_accumulation
+            if alone and weighting is LossWeighting.AUTO:
+                self._losses.idle = True
+            else:
+                self._loader_context.token_counter = labels
+
+    def leave_weighting_to_caller(self) -> None:
+        """Looks at losses no more: from now on a caller says by how much each counts (``counting_losses``)."""
+        self._loader_context.token_counter = None
+        if self._losses is not None:
+            self._losses.idle = True
 
     def _choose_precision(self, kwargs: dict[str, Any]) -> None:
         wanted = self.lsdp_plugin.mixed_precision

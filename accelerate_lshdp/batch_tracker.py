@@ -282,6 +282,12 @@ class BatchTracker:
                 self.problem = self.problem or DIFFERENT_SHARES
         return self.current
 
+    def require_one_weight(self, by_labels: bool) -> None:
+        """Sets `problem` if the batches of the current loss may count differently by their labels, which `take` does
+        not know of."""
+        if by_labels and len(self._group) > 1:
+            self.problem = self.problem or DIFFERENT_SHARES
+
     def _meant(self) -> list[TrackedBatch]:
         """Those batches that forwards were given of which the backward is: not those of a validation before."""
         meant = [batch for batch in self._seen if batch.alive] or self._seen

@@ -29,6 +29,7 @@ from accelerate_lshdp.engine.checkpoint import (
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number, numbered
 from accelerate_lshdp.engine.collectives import GradientReduction
+from accelerate_lshdp.loss_parts import restore_findings
 
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class Checkpointing(_Base):
         self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
         self._unstepped.clear()
         self.step = int(loaded.extra.get("accelerate_step", 0))
+        restore_findings(self.loss_findings, loaded.extra.get("losses"))
         self._restore_sizes(loaded)
         self._restore_reductions(loaded)
         self._continue_numbers()
@@ -251,6 +253,7 @@ class Checkpointing(_Base):
                 "accelerate_step": self.step,
                 "gradient_accumulation_steps": self.gradient_accumulation_steps,
                 "automatic_sizes": None if self._sizing is None else self._sizing.state_dict(),
+                "losses": self.loss_findings,
             },
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
@@ -12,6 +12,7 @@ from accelerate_lshdp.data_switch import CutSchedule
 
 
 if TYPE_CHECKING:
+    from accelerate_lshdp.data_tokens import BatchLabels
     from accelerate_lshdp.plan import RankBatch
 
 
@@ -49,6 +50,8 @@ class MicroBatchPlace:
     """The global batch that its optimizer step began with; -1: in an earlier pass."""
     samples_hash: int
     """Of the indices of all samples of this global batch, for ranks to compare; 0: they are not known (streams)."""
+    labels: BatchLabels | None = field(default=None, compare=False, repr=False)
+    """Its integer labels, if they may say by how much its loss counts."""
 
     @property
     def ends_global_batch(self) -> bool:

@@ -90,9 +90,10 @@ class LSDPPlugin:
         bucket_megabytes: size of the gradient buckets of whole parameters (``ddp``; on CPUs also ``lsdp`` and
             ``group_sharding``). Default: N/48 of the model for N ranks that sum it
             between nodes (a ring sends N-ths), from 1 to 25.
-        loss_weighting: ``sample`` (losses are means over samples; default), ``tokens`` (over tokens) or ``none``.
-        token_counter: counts the loss tokens of a batch, for ``tokens``. Default: labels other than -100 after the
-            model's shift.
+        loss_weighting: what losses are means over: ``auto`` (default: found out on the first batches), ``sample``,
+            ``tokens`` or ``none`` (nothing: the script weights them).
+        token_counter: counts the loss tokens of a batch, for ``tokens``, which it stands for where ``loss_weighting``
+            is not given. Default: labels other than -100, after the model's shift.
         batch_norm: ``error`` (default), ``local`` (each rank normalises over its own batch) or ``sync`` (CUDA, without
             accumulation): what to do with batch normalisation under unequal batches.
 
@@ -111,7 +112,7 @@ class LSDPPlugin:
     powersgd_warmup_steps: int | None = _option(_integer, POWERSGD_WARMUP_STEPS)
     intra_node: str | None = _option(str, "auto")
     bucket_megabytes: float | None = _option(_real, None)
-    loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.SAMPLE)
+    loss_weighting: LossWeighting | str | None = _option(str, LossWeighting.AUTO)
     token_counter: Callable[[Any], int] | None = None
     batch_norm: BatchNormMode | str | None = _option(str, BatchNormMode.ERROR)
 
@@ -145,6 +146,8 @@ class LSDPPlugin:
         for name, value in values.items():
             setattr(resolved, name, value)
         resolved._check("the environment")
+        if resolved.loss_weighting is LossWeighting.AUTO and resolved.token_counter is not None:
+            resolved.loss_weighting = LossWeighting.TOKENS
         return resolved
 
     @property

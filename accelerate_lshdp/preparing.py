@@ -26,7 +26,7 @@ from accelerate_lshdp.engine.sharding_limits import (
 )
 from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
 from accelerate_lshdp.plugin import BatchNormMode
-from accelerate_lshdp.weighting import LossWeighting, label_token_counter
+from accelerate_lshdp.weighting import LossWeighting, require_known_labels
 
 
 if TYPE_CHECKING:
@@ -97,8 +97,10 @@ class Preparing(_Base):
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
         prepared.on_training_forward = self._timer.forward_begins
-        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self._loader_context.token_counter is None:
-            self._loader_context.token_counter = self.lsdp_plugin.token_counter or label_token_counter(model)
+        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
+            require_known_labels(model)
+        if self._losses is not None:
+            self._losses.watch(model)
         return model
 
     def _checked(self, model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import nn
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import all_fail_here
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
+from accelerate_lshdp.engine.empty_backward import gradients_of_zero
 from accelerate_lshdp.engine.failures import CommunicationError, failures_explained
 from accelerate_lshdp.engine.marks import leave_hooks_out
 from accelerate_lshdp.engine.node_memory import NodeMemoryError
@@ -155,7 +156,8 @@ class Stepping(_Base):
         if self._tracker.problem is not None and self.num_processes == 1:
             problem, self._tracker.problem = self._tracker.problem, None
             raise RuntimeError(f"accelerator.backward {problem}")
-        self._last_share = self._share(place)
+        self._last_share = self._share(place, loss)
+        self._tracker.require_one_weight(self._losses is not None and self._losses.by_labels)
         weight = self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0)
         loss = weigh(loss, weight)
         if self.scaler is not None:
@@ -209,7 +211,8 @@ class Stepping(_Base):
     def _run_autograd(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """``loss.backward``; what fails on this rank is told to the others, which would wait for its gradients."""
         try:
-            loss.backward(**kwargs)
+            with contextlib.nullcontext() if self._last_share else gradients_of_zero(self._prepared):
+                loss.backward(**kwargs)
         except (CommunicationError, NodeMemoryError):
             raise  # there is nobody to tell
         except Exception:
@@ -325,9 +328,11 @@ class Stepping(_Base):
                     "weight losses yourself with LSDPPlugin(loss_weighting='none')"
                 )
 
-    def _share(self, place: MicroBatchPlace | None) -> float:
+    def _share(self, place: MicroBatchPlace | None, loss: torch.Tensor) -> float:
         if self._given_share is not None:
             return self._given_share
+        if self._losses is not None and place is not None:
+            return self._losses.share(place, loss)
         weighting = LossWeighting(self.lsdp_plugin.loss_weighting)
         if weighting is LossWeighting.TOKENS and self._tracker.begins_window():
             counted = torch.tensor([float(place.window_tokens or 0)], dtype=torch.float64)

@@ -41,7 +41,7 @@ def check_arguments(trainer: Trainer) -> None:
 def warn_of_weighting(trainer: Trainer) -> None:
     """Says that a choice of ``loss_weighting`` has no effect."""
     chosen = trainer.accelerator.lsdp_plugin.loss_weighting
-    if chosen is not LossWeighting.SAMPLE:
+    if chosen is not LossWeighting.AUTO:
         logger.warning(
             f"loss_weighting={str(chosen)!r} has no effect in a Trainer, which finds on the first batches what its "
             "loss is a mean over and weights it by that. Leave it out (LSDPPlugin, LSDP_LOSS_WEIGHTING)"

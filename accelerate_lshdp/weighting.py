@@ -10,9 +10,8 @@ is taken over the whole optimizer step. The shares below sum to one over ranks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,11 +26,12 @@ IGNORED_LABEL = -100
 
 
 class LossWeighting(str, Enum):
-    """What the script's loss is a mean over."""
+    """What the script's loss is a mean over; ``auto``: it is found out."""
 
     SAMPLE = "sample"
     TOKENS = "tokens"
     NONE = "none"
+    AUTO = "auto"
 
     def __str__(self) -> str:
         return self.value
@@ -84,11 +84,8 @@ def weigh(loss: torch.Tensor, weight: float) -> torch.Tensor:
     return loss * weight
 
 
-def label_token_counter(model: nn.Module) -> Callable[[Any], int]:
-    """Counts the labels that the model's own loss averages over.
-
-    Causal language models of transformers shift labels by one inside the model, so the first label of a row is never
-    used; other losses use all labels.
+def require_known_labels(model: nn.Module) -> None:
+    """Refuses to count the labels of a model that may have any.
 
     Raises:
         ValueError: the model is not one of transformers, so nobody can tell what its loss averages over.
@@ -98,16 +95,3 @@ def label_token_counter(model: nn.Module) -> Callable[[Any], int]:
             f"loss_weighting='tokens' cannot tell which labels the loss of {type(model).__name__} averages over; give "
             "LSDPPlugin(token_counter=...), a function from a batch to its number of loss tokens"
         )
-    shifted = model.loss_type in (None, "ForCausalLM")
-
-    def count(batch: Any) -> int:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is None:
-            raise ValueError(
-                "loss_weighting='tokens' counts the entries of batch['labels'] that are not -100, but the batch has "
-                "none; give LSDPPlugin(token_counter=...), a function from a batch to its number of loss tokens"
-            )
-        used = labels[..., 1:] if shifted else labels
-        return int((used != IGNORED_LABEL).sum())
-
-    return count

@@ -149,6 +149,10 @@ class PreparedModel(ABC):
         """Whether this rank holds gradients, final or not."""
         return any(parameter.grad is not None for parameter in self.trainable_parameters())
 
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
+        yield from self.module.parameters()
+
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
 

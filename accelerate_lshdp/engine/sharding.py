@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -129,6 +129,12 @@ class ShardedModel(PreparedModel):
             "found a prepared model that is to be pickled. This rank has only its shards of the parameters: save it "
             "with accelerator.save_model or save_state, or save what accelerator.get_state_dict(model) gives"
         )
+
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        for module in self._fsdp_modules():
+            for group in param_groups(module):
+                gathered = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params]
+                yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
 
     # Setting up
 
@@ -369,6 +375,10 @@ class ShardedModel(PreparedModel):
                 parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
             offset += size
         unit.local.clear()
+
+    def holds_gradients(self) -> bool:
+        # FSDP2 keeps what is not summed yet elsewhere than in .grad.
+        return self.local.held or super().holds_gradients()
 
     def has_gradients(self) -> bool:
         # Over the world those that were not synchronised are whole, and FSDP2's until they are.

@@ -69,6 +69,7 @@ def losses_of(self: Trainer) -> TrainerLosses:
 def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     check_arguments(self)
     warn_of_weighting(self)
+    self.accelerator.leave_weighting_to_caller()
     self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
     # Anew: a second training may have another model or loss.
     self._lshdp_losses, self._lshdp_tokens = TrainerLosses(self), 0

@@ -5,21 +5,24 @@ transformers takes every model whose forward has ``**kwargs`` for one that divid
 Heads that ignore the number then get their loss multiplied by the number of ranks, and it is not divided by the
 micro-batches: so the loss for twice the number must be half as large, or the number is not given any more.
 
-A loss that is a mean is taken of a batch and of its two halves, to see what it is a mean over.
+A loss that is a mean is taken of a batch and of its two halves, to see what it is a mean over. A trial that fails
+tells nothing, and the training goes on. What was found is in checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from torch import nn
 
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
-from accelerate_lshdp.weighting import IGNORED_LABEL
+from accelerate_lshdp.loss_parts import Composition, halvings, undisturbed
 
 
 if TYPE_CHECKING:
@@ -33,55 +36,37 @@ _MOST_TRIALS = 10
 _EQUAL, _EQUAL_IN_LOW_PRECISION = 1e-4, 1e-2
 
 
-class Composition(Enum):
-    """How the loss of a batch is made of those of its parts."""
-
-    SAMPLES = "the mean over samples"
-    LABELS = "the mean over labels"
-    SHIFTED_LABELS = "the mean over labels but the first of each row"
-    SUM = "the sum over samples"
-    UNKNOWN = "something else"
-
-    def count(self, batch: Any, samples: int) -> int:
-        """By how much the loss of a part counts in that of the whole.
-
-        Args:
-            batch: the part.
-            samples: its number of samples.
-        """
-        if self is Composition.SUM:
-            return 1
-        if self not in (Composition.LABELS, Composition.SHIFTED_LABELS):
-            return samples
-        labels = batch["labels"] if self is Composition.LABELS else batch["labels"][..., 1:]
-        return int(labels.ne(IGNORED_LABEL).sum())
-
-
 class LossTrials:
-    """The trials of one Trainer's loss. All methods are collective until they have found what they look for."""
+    """The trials of one Trainer's loss. All methods are collective until they have found what they look for.
 
-    def __init__(self, trainer: Trainer) -> None:
+    Args:
+        trainer: whose loss it is.
+        findings: what was found, for JSON: filled here, and by a checkpoint that the training goes on from.
+    """
+
+    def __init__(self, trainer: Trainer, findings: dict[str, Any]) -> None:
         self._trainer = trainer
-        self._uses_count: bool | None = None
-        self._found: Composition | None = None
+        self._findings = findings
         self._trials = 0
+        self._taken_for_mean = False
 
     def uses_count(self, batch: Mapping[str, Any], items: Any) -> bool:
         """Whether the loss is divided by the number of items that it is given; else it is not given it any more."""
         several = self._trainer.accelerator.num_processes > 1 or self._trainer.args.gradient_accumulation_steps > 1
-        if self._uses_count is None and several:
+        if self._findings.get("uses_count") is None and several:
             once, twice = self._losses((batch, items), (batch, 2 * items))
             answers = {
                 answer for answer in all_objects(_is_divided(once, twice, self._tolerance)) if answer is not None
             }
             if answers:
-                self._uses_count = True in answers
-                if not self._uses_count:
-                    self._take_for_mean()
-        return self._uses_count is not False
+                self._findings["uses_count"] = True in answers
+        uses_count = self._findings.get("uses_count") is not False
+        if not uses_count and not self._taken_for_mean:
+            self._take_for_mean()
+        return uses_count
 
     def _take_for_mean(self) -> None:
-        trainer = self._trainer
+        trainer, self._taken_for_mean = self._trainer, True
         trainer.model_accepts_loss_kwargs = False
         if trainer.compute_loss_func is not None:
             trainer.loss_is_scaled_for_ga = False
@@ -91,16 +76,21 @@ class LossTrials:
             "processes: it is taken for a mean over its batch, and weighted by the size of that"
         )
 
-    def composition(self, batch: Any) -> Composition:
-        """What a loss that is not divided by a number of items is made of; tried again while several answers fit."""
-        if self._found is not None:
-            return self._found
+    def composition(self, batch: Any, samples: int | None) -> Composition:
+        """What a loss that is not divided by a number of items is made of; tried again while several answers fit.
+
+        Args:
+            batch: a micro-batch of this rank.
+            samples: of it; None: as many as rows.
+        """
+        if "composition" in self._findings:
+            return Composition[self._findings["composition"]]
         plausible = self._plausible(batch)
-        fitting = set.intersection(*all_objects(self._fitting(batch, plausible)))
+        fitting = set.intersection(*all_objects(self._fitting(batch, samples, plausible)))
         likeliest = next((kind for kind in plausible if kind in fitting), Composition.UNKNOWN)
         self._trials += 1
         if len(fitting) < 2 or self._trials == _MOST_TRIALS:
-            self._found = likeliest
+            self._findings["composition"] = likeliest.name
             if likeliest is Composition.UNKNOWN:
                 logger.warning(
                     "the loss of a batch is neither the mean over its samples or labels nor the sum over samples. It "
@@ -121,19 +111,32 @@ class LossTrials:
             by_labels.reverse()
         return [*by_labels, Composition.SAMPLES, Composition.SUM]
 
-    def _fitting(self, batch: Any, plausible: list[Composition]) -> set[Composition]:
+    def _fitting(self, batch: Any, samples: int | None, plausible: list[Composition]) -> set[Composition]:
         """What the losses of the halves allow; all that is plausible if they tell nothing (collective)."""
         if len(plausible) == 1:
             return set(plausible)
-        size = _batch_size(batch)
-        halves = [batch] * 2 if size < 2 else [_part(batch, slice(size // 2)), _part(batch, slice(size // 2, size))]
+        ways = halvings(batch, samples)
+        most = max(all_objects(len(ways)))
+        if most == 0:
+            return set(plausible)
+        halves = [half for way in ways for half in way]
         # Also where there are no halves: other ranks of a sharded model wait for this one's forward.
-        whole, *losses = self._losses(*((part, None) for part in (batch, *halves)))
-        if size < 2 or not all(map(math.isfinite, (whole, *losses))):
+        parts = [part for part, _ in halves] + [batch] * (2 * most - len(halves))
+        whole, *losses = self._losses(*((part, None) for part in (batch, *parts)))
+        fitting = [
+            self._fitting_way(whole, losses[2 * number : 2 * number + 2], way, plausible)
+            for number, way in enumerate(ways)
+        ]
+        return set.union(*fitting) if fitting else set(plausible)
+
+    def _fitting_way(
+        self, whole: float, losses: list[float], halves: tuple[tuple[Any, int], ...], plausible: list[Composition]
+    ) -> set[Composition]:
+        if not all(map(math.isfinite, (whole, *losses))):
             return set(plausible)
         fitting = set()
         for kind in plausible:
-            counts = [kind.count(part, half) for part, half in zip(halves, (size // 2, size - size // 2), strict=True)]
+            counts = [kind.count(part, samples) for part, samples in halves]
             expected = sum(loss * count for loss, count in zip(losses, counts, strict=True))
             if kind is not Composition.SUM:
                 expected /= max(1, sum(counts))
@@ -149,27 +152,100 @@ class LossTrials:
         )
         return _EQUAL_IN_LOW_PRECISION if is_low else _EQUAL
 
-    @torch.no_grad()
     def _losses(self, *cases: tuple[Any, Any]) -> list[float]:
-        """The losses of batches, each with the number of items that it is given."""
+        """The losses of batches, each with the number of items that it is given; NaN for one that fails (collective).
+
+        All cases have as many forwards, of which other ranks of a sharded model take part in each.
+        """
         trainer = self._trainer
-        model = trainer.model_wrapped
-        was_training = model.training
-        model.eval()  # dropout would make any two losses different
+        forwards = _Forwards(trainer.model_wrapped)
+        with undisturbed(trainer.model), _alone(trainer), trainer.compute_loss_context_manager(), forwards.noted():
+            return [self._loss(forwards, *case) for case in cases]
+
+    def _loss(self, forwards: _Forwards, batch: Any, items: Any) -> float:
+        trainer = self._trainer
+        forwards.begin()
         try:
-            with trainer.compute_loss_context_manager():
-                losses = [
-                    trainer.compute_loss(model, {**trainer._prepare_inputs(batch)}, num_items_in_batch=items)
-                    for batch, items in cases
-                ]
+            inputs = {**trainer._prepare_inputs(batch)}
+            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items)
+            return loss.float().mean().item()
+        except Exception as error:
+            if trainer.accelerator.policies.is_sharded:
+                forwards.complete()
+            logger.warning_once(
+                f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}. The training "
+                "goes on; the loss is taken for what others of its kind are"
+            )
+            return math.nan
+
+
+class _Forwards:
+    """The forwards of a model in each case of a trial: a case that fails catches up on those that it still owes.
+
+    Ranks of a sharded model make each forward together.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[tuple[tuple, dict[str, Any]]] = []  # of the first case
+        self._first = True
+        self._started = self._ended = 0
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        handles = (
+            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._model.register_forward_hook(self._after),
+        )
+        try:
+            yield
         finally:
-            model.train(was_training)
-        return [loss.float().mean().item() for loss in losses]
+            for handle in handles:
+                handle.remove()
+
+    def begin(self) -> None:
+        """The next case begins."""
+        self._first = not self._calls
+        self._started = self._ended = 0
+
+    def complete(self) -> None:
+        """Makes the forwards that this case has left out; one that broke off has left the others waiting."""
+        if self._started == self._ended:
+            for args, kwargs in self._calls[self._ended :]:
+                self._model(*args, **kwargs)
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._started += 1
+        if self._first:
+            self._calls.append((args, kwargs))
+
+    def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self._ended += 1
+
+
+@contextlib.contextmanager
+def _alone(trainer: Trainer) -> Iterator[None]:
+    """Inside, what `compute_loss` gathers for its metrics is this rank's only, and leaves no trace in them.
+
+    A rank whose trial fails would not take part.
+    """
+    accelerator = trainer.accelerator
+    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # as TRL's Trainers keep them
+    for name in names:
+        setattr(accelerator, name, lambda values, *args, **kwargs: values)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+        if metrics is not None:
+            trainer._metrics = metrics
 
 
 def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:
     """Whether the second loss is half of the first; None if they tell nothing, as losses of 0 and NaN."""
-    if once == 0 or not math.isfinite(once):
+    if once == 0 or not math.isfinite(once) or not math.isfinite(twice):
         return None
     if abs(once - twice) <= tolerance * abs(once):
         return False
@@ -180,17 +256,3 @@ def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:
             "size, and is not exactly that of one process"
         )
     return True
-
-
-def _batch_size(batch: Any) -> int:
-    """0 where it is unknown: not all that has a length has the same."""
-    lengths = {len(value) for value in batch.values() if _has_length(value)} if isinstance(batch, Mapping) else set()
-    return lengths.pop() if len(lengths) == 1 else 0
-
-
-def _has_length(value: Any) -> bool:
-    return value.ndim > 0 if torch.is_tensor(value) else isinstance(value, list | tuple)
-
-
-def _part(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    return {name: value[part] if _has_length(value) else value for name, value in batch.items()}

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_lshdp.data_places import MicroBatchPlace
-from accelerate_lshdp.trainer.loss_trials import Composition, LossTrials
+from accelerate_lshdp.loss_parts import Composition
+from accelerate_lshdp.trainer.loss_trials import LossTrials
 from accelerate_lshdp.weighting import IGNORED_LABEL
 
 
@@ -31,7 +32,9 @@ class TrainerLosses:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._trials = LossTrials(trainer)
+        findings = trainer.accelerator.loss_findings
+        findings["trainer"] = {}  # of this training: a model that is trained later may have another loss
+        self._trials = LossTrials(trainer, findings["trainer"])
         self._kind = Composition.SAMPLES
         self._label_shares: deque[float] = deque()
 
@@ -57,8 +60,9 @@ class TrainerLosses:
 
     def _begin_means(self, batches: list[Any], places: list[MicroBatchPlace]) -> None:
         """Counts the labels of each global batch of the step on all ranks, if the loss is a mean over labels."""
-        self._kind = kind = self._trials.composition(batches[0])
-        if kind not in (Composition.LABELS, Composition.SHIFTED_LABELS):
+        # A repeated sample cannot be halved.
+        self._kind = kind = self._trials.composition(batches[0], places[0].samples or 1)
+        if not kind.by_labels:
             return
         first = places[0].global_batch
         # Every rank has part of the same global batches in a step.
