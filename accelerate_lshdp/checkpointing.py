@@ -28,6 +28,7 @@ from accelerate_lshdp.engine.checkpoint import (
     stream_full_state,
 )
 from accelerate_lshdp.engine.collectives import GradientReduction
+from accelerate_lshdp.plan import Plan
 
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Checkpointing(_Base):
             folder,
             objects,
             self.node_layout,
-            plan_digest=self.plan.digest(),
+            plan_digest=self.plan_digest,
             step=self.completed_steps,
             samples_seen=self.samples_seen,
             seed=self._loader_context.seed,
@@ -149,7 +150,7 @@ class Checkpointing(_Base):
             self._numbered_folder() if input_dir is None else input_dir,
             objects,
             self.node_layout,
-            plan_digest=self.plan.digest(),
+            plan_digest=self.plan_digest,
             trust_checkpoint=self.trust_checkpoint,
         )
         for prepared in self._prepared:
@@ -177,6 +178,7 @@ class Checkpointing(_Base):
     def _restore_sizes(self, loaded: LoadedCheckpoint) -> None:
         """Goes on with the sizes, and what was learned of the ranks, if the checkpoint is of a run like this one."""
         state = loaded.extra.get("automatic_sizes")
+        self.run_total.settle_like(Plan.from_dict(loaded.extra["plan"]))
         if self._sizing is None or state is None:
             return
         try:

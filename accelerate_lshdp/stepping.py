@@ -110,6 +110,7 @@ class Stepping(_Base):
         """
         place = self._tracker.current if self._tracker.accumulating else self._tracker.take()
         self._refuse_wrong_backward(place)
+        self.run_total.before_backward(place)
         loss = weigh(loss, self._share(place) * (self._prepared[0].loss_multiplier if self._prepared else 1.0))
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
