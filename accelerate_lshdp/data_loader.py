@@ -34,10 +34,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
     Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
-    `purpose` says it (TRAINING or EVALUATION). `len(loader)` and `total_batch_size` follow the same rule, but are those
-    of training passes for a loader that shuffles until its first evaluation pass. A pass for evaluation is that of stock accelerate. In a training pass a batch is reported to the context, with its place, at
-    the moment it is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the
-    optimizer step, if loss tokens are counted).
+    `purpose` says it (TRAINING or EVALUATION). `len(loader)` and `total_batch_size` follow the same rule, but for a
+    loader that shuffles they are those of training passes until its first evaluation pass. A pass for evaluation is
+    that of stock accelerate. In a training pass a batch is reported to the context, with its place, at the moment it
+    is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if
+    loss tokens are counted).
     """
 
     def __init__(

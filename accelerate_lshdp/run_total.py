@@ -2,8 +2,8 @@
 """How many samples the global batches of a run have: what the plan says, held against what the script assumes.
 
 A script that does not know this package computes its steps, epochs and schedules for global batches of its own batch
-size x ranks. Under the shim a loop of its own therefore gets just these, cut as the plan says: a plan of another total,
-or one that accumulates, is refused at the first backward. A plan without a total takes it from there.
+size x ranks. Under the shim a loop of its own therefore gets just these, cut as the plan says: a plan of another
+total, or one that accumulates, is refused at the first backward. A plan without a total takes it from there.
 """
 
 from __future__ import annotations
