@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp import data
-from accelerate_lshdp.automatic_sizes import AutomaticSizes, starting_batch
+from accelerate_lshdp.automatic_sizes import AutomaticSizes
 from accelerate_lshdp.backend import prepare_environment, refuse_lonely_state
 from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
@@ -44,6 +44,7 @@ from accelerate_lshdp.planning.rebalancing import Decision
 from accelerate_lshdp.plugin import LSDPPlugin
 from accelerate_lshdp.preparing import Preparing
 from accelerate_lshdp.ranks_in_step import RankStep
+from accelerate_lshdp.run_total import RunTotal, keeps_plan_total, sizes_at_start
 from accelerate_lshdp.settings import BatchKeywords, resolve_plan
 from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
@@ -76,6 +77,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         RuntimeError: on all ranks, if plan, options or nodes are wrong on any of them or differ between them.
     """
 
+    #: Whether the script asked for ``accelerate.Accelerator``, which the shim replaced.
+    stands_for_accelerator = False
+
     def __init__(
         self,
         *args: Any,
@@ -94,9 +98,11 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         refuse_lonely_state()
         error: Exception | None = None
+        keeps_total = False
         try:
             refuse_other_engines(kwargs)
             refuse_ddp_options(kwargs.get("kwargs_handlers"))
+            keeps_total = keeps_plan_total()
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
             self.plan, self.lsdp_plugin = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
             self._choose_precision(kwargs)
@@ -111,7 +117,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         correct_loaded_trainer()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint
-        self._agree()
+        self._agree(keeps_total)
         counts = [steps for _, steps in self.plan.micro_batches or ()]
         self._clock = WaitClock()
         self._exchange = StepExchange(
@@ -184,7 +190,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         elif error is not None:
             raise error
 
-    def _agree(self) -> None:
+    def _agree(self, keeps_total: bool) -> None:
         """Checks that all ranks were told the same and that it fits the nodes (collective)."""
         error: Exception | None = None
         self._sizing: AutomaticSizes | None = None
@@ -194,11 +200,12 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             self.policies: ShardingPolicies = self.lsdp_plugin.policies(
                 self.topology, device_type=self.device.type, mixed_precision=self.mixed_precision
             )
-            if self.plan.automatic is not None:
-                self.plan = self.plan.with_batch(starting_batch(self.plan, self.num_processes))
-            self.plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
-            if self.plan.automatic is not None:
-                self._sizing = AutomaticSizes(self.plan, self.device)
+            plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.num_processes)
+            plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
+            if plan.automatic is not None:
+                self._sizing = AutomaticSizes(plan, self.device)
+            if not self.plan.leaves_total_open:
+                self.plan = plan
         except (ValueError, RuntimeError) as found:
             error = found
         self._raise_everywhere(error)
@@ -210,7 +217,14 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         told += f"precision {self.mixed_precision}"
         if self._sizing is not None:
             told += f", measured curves {self._sizing.curves}"
+        if self.stands_for_accelerator:
+            told += f", total of the plan kept: {keeps_total}"
         self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
+        if self.plan.leaves_total_open:
+            self._sizing = None  # made to be checked; the total comes with the first batch that is trained
+        self.plan_digest = self.plan.digest()
+        """Of what was told, whatever the run finds later."""
+        self.run_total = RunTotal(self, self.stands_for_accelerator, keeps_total)
         if self.policies.notice:
             logger.warning(self.policies.notice)
         if unused := fsdp_choices_without_effect():

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 
 def starting_batch(plan: Plan, world_size: int) -> Batch:
-    """The sizes that an automatic plan starts with: its last known ones, else an equal split.
+    """The sizes that an automatic plan with a total starts with: its last known ones, else an equal split.
 
     Raises:
         PlanError: there are more ranks than samples.
@@ -75,6 +75,7 @@ class AutomaticSizes:
         )
         self.curves = None if profiles is None else profiles_sha256(profiles)[:16]
         """A digest of the measured curves, which all ranks must have alike to decide alike."""
+        self._total = plan.batch.total
         self._accumulation_steps = plan.batch.ranks[0].accumulation_steps
         self._memory = DeviceMemory(device)
         self._passes: list[HeterogeneousDataLoader] = []  # twice, if a loader has two passes in progress
@@ -106,6 +107,10 @@ class AutomaticSizes:
             loader.follow_sizes(other, with_last=is_waiting(other))
         self._passes.append(loader)
         self._began_pass = True
+
+    def join(self, loaders: Sequence[HeterogeneousDataLoader]) -> None:
+        """Training passes over these loaders are in progress already, with the sizes to start with."""
+        self._passes = list(loaders)
 
     def end_pass(self, loader: HeterogeneousDataLoader) -> None:
         """It has ended."""
@@ -181,7 +186,8 @@ class AutomaticSizes:
                 "prepared model itself, in training mode, not its forward or a part of it"
             )
         cut = _only_cut(trained)
-        if cut is None or unseen:
+        # A second loader may have global batches of another size, divided alike.
+        if cut is None or cut.total != self._total or unseen:
             return None
         micro_batches = len(trained) * self._accumulation_steps
         return self.rebalancer.observe(

@@ -30,6 +30,7 @@ from accelerate_lshdp.engine.checkpoint_exchange import all_objects
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number, numbered
 from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.loss_parts import restore_findings
+from accelerate_lshdp.plan import Plan
 
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Checkpointing(_Base):
             folder,
             objects,
             self.node_layout,
-            plan_digest=self.plan.digest(),
+            plan_digest=self.plan_digest,
             step=self.completed_steps,
             samples_seen=self.samples_seen,
             seed=self._loader_context.seed,
@@ -174,7 +175,7 @@ class Checkpointing(_Base):
             self._numbered_folder() if input_dir is None else input_dir,
             objects,
             self.node_layout,
-            plan_digest=self.plan.digest(),
+            plan_digest=self.plan_digest,
             trust_checkpoint=self.trust_checkpoint,
             accepts=self._accepts,
             before_reading=self._run_load_hooks if self._load_model_state_pre_hook else None,
@@ -212,6 +213,7 @@ class Checkpointing(_Base):
     def _restore_sizes(self, loaded: LoadedCheckpoint) -> None:
         """Goes on with the sizes, and what was learned of the ranks, if the checkpoint is of a run like this one."""
         state = loaded.extra.get("automatic_sizes")
+        self.run_total.settle_like(Plan.from_dict(loaded.extra["plan"]))
         if self._sizing is None or state is None:
             return
         try:

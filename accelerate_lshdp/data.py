@@ -89,7 +89,7 @@ def prepare_loader(
     """
     refuse_sharded_order(loader)
     if dispatch_batches:
-        if context.rank_batches is not None:
+        if context.rank_batches is not None or context.follows_script:
             raise ValueError(
                 "found dispatch_batches=True together with batch sizes in the plan, expected one or the other: a batch"
                 " that the main process reads and splits is split equally. Set dispatch_batches=False (every rank then"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 
@@ -45,6 +45,10 @@ class GlobalBatchCut:
     def total(self) -> int:
         """Samples of a full global batch, over all ranks."""
         return sum(self.sizes)
+
+    def scaled(self, total: int) -> GlobalBatchCut:
+        """A global batch of another total in the same proportions."""
+        return self if total == self.total else replace(self, sizes=largest_remainder(total, self.sizes))
 
     def micro_batches(self, rank: int, total_samples: int) -> tuple[range, ...]:
         """Offsets in a global batch of `total_samples` samples that `rank` reads, one range a micro-batch.

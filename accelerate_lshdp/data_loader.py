@@ -18,6 +18,7 @@ from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, Start
 from accelerate_lshdp.data_switch import CutSchedule
 from accelerate_lshdp.data_timing import FetchClock
 from accelerate_lshdp.data_tokens import with_window_tokens
+from accelerate_lshdp.data_totals import cut_like_script
 
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
     Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
-    `purpose` says it (TRAINING or EVALUATION); `len(loader)` and `total_batch_size` follow the same rule. A pass for
-    evaluation is that of stock accelerate. In a training pass a batch is reported to the context, with its place, at
-    the moment it is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the
-    optimizer step, if loss tokens are counted).
+    `purpose` says it (TRAINING or EVALUATION). `len(loader)` and `total_batch_size` follow the same rule, but for a
+    loader that shuffles they are those of training passes until its first evaluation pass. A pass for evaluation is
+    that of stock accelerate. In a training pass a batch is reported to the context, with its place, at the moment it
+    is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if
+    loss tokens are counted).
     """
 
     def __init__(
@@ -177,8 +179,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def _cut(self) -> GlobalBatchCut:
         context = self._context
-        if context.rank_batches is not None:
-            return GlobalBatchCut.from_plan(context.rank_batches)
+        planned = None if context.rank_batches is None else GlobalBatchCut.from_plan(context.rank_batches)
+        if context.follows_script:
+            return cut_like_script(self._source, context.world_size, planned)
+        if planned is not None:
+            return planned
         batch_size = self._source.batch_size
         if not isinstance(batch_size, int):
             raise ValueError(
@@ -229,7 +234,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
             return None
         cuts = self._progress.current_pass
         first = cuts.last_yielded + 1 + ahead
-        cuts.switch(first, GlobalBatchCut.from_plan(rank_batches))
+        cut = GlobalBatchCut.from_plan(rank_batches)
+        cuts.switch(first, cut.scaled(cuts.total) if self._context.follows_script else cut)
         return first
 
     def follow_sizes(self, other: HeterogeneousDataLoader, *, with_last: bool) -> None:
@@ -247,11 +253,21 @@ class HeterogeneousDataLoader(DataLoaderShard):
         return self._context.is_evaluation_pass() if self.purpose is None else self.purpose == EVALUATION
 
     def _in_evaluation(self) -> bool:
-        return self.is_evaluating if self._passes else self._evaluates_next()
+        return self.is_evaluating if self._passes else self._measures_evaluation()
+
+    def _measures_evaluation(self) -> bool:
+        """Whether lengths are those of evaluation passes.
+
+        Scripts compute their steps right after `prepare`, while a model of from_pretrained still is in eval mode.
+        """
+        if not self._evaluates_next():
+            return False
+        known = self.purpose is not None or self._progress.evaluated
+        return known or not (self._context.expects_training and self._source.shuffles)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
-        if self._evaluates_next():
+        if self._measures_evaluation():
             skip = self._skip_to
             return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
         skip = self._training_skip()
@@ -331,6 +347,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
             return -1
 
     def _evaluation_pass(self) -> Iterator[Any]:
+        self._progress.evaluated = True
         with self._reading(EVALUATION, self._progress.evaluation_passes):
             batches = self._source.evaluation_batches()
             missing = object()

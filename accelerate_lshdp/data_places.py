@@ -75,6 +75,11 @@ class LoaderContext(Protocol):
     world_size: int
     rank_batches: tuple[RankBatch, ...] | None
     """The plan's sizes, or None: the loader's own batch_size on every rank."""
+    follows_script: bool
+    """Each loader's global batch is that of plain accelerate, its own batch_size x ranks; the plan's sizes say how it
+    is divided."""
+    expects_training: bool
+    """An optimizer is prepared, and nothing says that the next pass is for evaluation but the mode of the models."""
     seed: int
     """Agreed by all ranks; shuffling starts from it."""
     gradient_accumulation_steps: int

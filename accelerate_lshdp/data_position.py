@@ -83,6 +83,8 @@ class LoaderProgress:
     evaluation_passes: int = 0
     open_window: int = 0
     """Global batches in an optimizer step that the next pass goes on with."""
+    evaluated: bool = False
+    """An evaluation pass has started."""
     restored: bool = False
     """A position was loaded and no training pass has started since."""
     armed: bool = False

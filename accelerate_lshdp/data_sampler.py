@@ -155,6 +155,19 @@ class MapSource:
     def sampler(self) -> Any:
         return self.order.sampler
 
+    def batches_and_samples(self) -> tuple[int, int] | None:
+        """Batches of the script's batch sampler and samples in an epoch; None if they are not told."""
+        data = self.order.sampler if hasattr(self.order.sampler, "__len__") else self.dataset
+        try:
+            return len(self.order.batch_sampler), len(data)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the order is drawn at random, as far as the sampler tells: what is trained on mostly is."""
+        return hasattr(self.order.sampler, "generator")
+
     def set_seed(self, seed: int) -> None:
         self.order.set_seed(seed)
 

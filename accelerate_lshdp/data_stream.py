@@ -205,6 +205,8 @@ class StreamSource:
         """Samples of an epoch. Raises TypeError if the dataset has no length."""
         return len(self.dataset)
 
+    shuffles = False  # nobody can tell
+
     def set_epoch(self, epoch: int) -> None:
         dataset = self.base_dataloader.dataset
         if hasattr(dataset, "set_epoch"):

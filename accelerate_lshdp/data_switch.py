@@ -46,7 +46,9 @@ class CutSchedule:
         So batches of two passes that are fetched together have the same sizes. To be called before anything is cut.
         """
         shift = self.furthest + 1 - global_batch
-        self.changes = [(max(first + shift, self.furthest + 1), cut) for first, cut in other.changes]
+        self.changes = [
+            (max(first + shift, self.furthest + 1), cut.scaled(self.total)) for first, cut in other.changes
+        ]
 
     def switch(self, first: int, cut: GlobalBatchCut) -> None:
         """Use other sizes from global batch `first` on, in place of all that were to come there or later.

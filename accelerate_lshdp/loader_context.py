@@ -26,6 +26,8 @@ class AcceleratorLoaderContext:
         self.world_size = accelerator.num_processes
         self.token_counter: Callable[[Any], int] | None = None
         self.seed = 0
+        self.training_passes: list[Any] = []
+        """The loaders with a training pass in progress; twice, if one has two."""
 
     @property
     def _accelerator(self) -> LSHDPAccelerator:
@@ -54,6 +56,14 @@ class AcceleratorLoaderContext:
         return None if batch is None else batch.ranks
 
     @property
+    def follows_script(self) -> bool:
+        return self._accelerator.run_total.follows_script
+
+    @property
+    def expects_training(self) -> bool:
+        return bool(self._accelerator._optimizers) and not self._accelerator._evaluation_depth
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         return self._accelerator.gradient_accumulation_steps
 
@@ -73,12 +83,18 @@ class AcceleratorLoaderContext:
     def begin_pass(self, loader: Any) -> None:
         self._accelerator._tracker.begin_pass(loader, loader.is_evaluating)
         self._accelerator._timer.interrupt()
-        if self._accelerator._sizing is not None and not loader.is_evaluating:
+        if loader.is_evaluating:
+            return
+        self.training_passes.append(loader)
+        if self._accelerator._sizing is not None:
             self._accelerator._sizing.begin_pass(loader, self._accelerator._tracker.is_waiting)
 
     def end_pass(self, loader: Any) -> None:
         self._accelerator._tracker.end_pass(loader)
-        if self._accelerator._sizing is not None and not loader.is_evaluating:
+        if loader.is_evaluating:
+            return
+        self.training_passes.remove(loader)
+        if self._accelerator._sizing is not None:
             self._accelerator._sizing.end_pass(loader)
 
     def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:

@@ -74,7 +74,7 @@ class Plan:
     """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
 
     With `automatic` the run finds its batch sizes itself: `batch`, if given, is what it starts with, else it starts
-    with an equal split of `automatic.total`.
+    with an equal split of `automatic.total`, or of what the script's own batch size and the ranks make.
 
     `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
     file or variable that the plan was read from, for error messages; it is not part of the plan.
@@ -129,8 +129,9 @@ class Plan:
     def _check_start(self) -> None:
         """Checks that automatic batch sizes can start from `batch`."""
         if self.batch.total != self.automatic.total:
+            found = "none" if self.automatic.total is None else self.automatic.total
             raise PlanError(
-                f"found {self.automatic.total}, expected {self.batch.total}, the total of batch, which the run starts"
+                f"found {found}, expected {self.batch.total}, the total of batch, which the run starts"
                 " with. Correct one of the two, or leave batch out.",
                 path="automatic.total",
             )
@@ -196,7 +197,7 @@ class Plan:
     @classmethod
     def auto(
         cls,
-        total_batch_size: int,
+        total_batch_size: int | None = None,
         *,
         strategy: Strategy | str = Strategy.LSDP,
         rebalance_every: int = REBALANCE_EVERY,
@@ -206,6 +207,7 @@ class Plan:
         """A plan whose batch sizes the run finds itself, from an equal split of `total_batch_size` samples.
 
         Args:
+            total_batch_size: None: as many as the script's own batch size and the ranks make.
             rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
             dead_band: the share of the step time that new sizes have to gain.
             **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node, as for `equal`.
@@ -220,6 +222,10 @@ class Plan:
     def with_batch(self, batch: Batch) -> Plan:
         """This plan with other batch sizes, without what the planner said about the old ones."""
         return self._changed(batch=batch, predicted=None, certificate=None)
+
+    def with_total(self, batch: Batch) -> Plan:
+        """This plan with the total that the run has found for it, and the sizes to start with."""
+        return self._changed(batch=batch, automatic=replace(self.automatic, total=batch.total))
 
     def with_automatic(self, automatic: Automatic) -> Plan:
         """This plan, whose batch sizes are what the run starts with."""
@@ -236,8 +242,13 @@ class Plan:
         return None if self.batch is None else len(self.batch.ranks)
 
     @property
+    def leaves_total_open(self) -> bool:
+        """Whether global batches have the size that the script's own batch size and the ranks make."""
+        return self.automatic is not None and self.automatic.total is None
+
+    @property
     def total_batch_size(self) -> int | None:
-        """Samples in a global batch; None for equal batches."""
+        """Samples in a global batch; None for equal batches, and where the script says it."""
         if self.batch is None:
             return None if self.automatic is None else self.automatic.total
         return self.batch.total
@@ -421,7 +432,7 @@ class Plan:
         return {
             "strategy": self.strategy.value,
             "batch": batch,
-            "automatic": None if self.automatic is None else asdict(self.automatic),
+            "automatic": None if self.automatic is None else self.automatic.to_dict(),
             "communication": self.communication.to_dict(),
             "cluster": cluster,
         }

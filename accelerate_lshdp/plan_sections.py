@@ -131,27 +131,34 @@ class Automatic:
     """The run finds its batch sizes itself, and keeps them right while it trains.
 
     Args:
-        total: samples in a global batch; it never changes.
+        total: samples in a global batch; it never changes. None: as many as the script's own batch size and the ranks
+            make, as soon as it trains.
         rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
         dead_band: the share of the step time that new sizes have to gain; less is taken for noise.
     """
 
-    total: int
+    total: int | None = None
     rebalance_every: int = REBALANCE_EVERY
     dead_band: float = DEAD_BAND
 
     def __post_init__(self) -> None:
-        require_integer(self.total, "total", least=1)
+        if self.total is not None:
+            require_integer(self.total, "total", least=1)
         require_integer(self.rebalance_every, "rebalance_every", least=1)
         require_number(self.dead_band, "dead_band", positive=False)
         object.__setattr__(self, "dead_band", float(self.dead_band))
-        if self.total > LARGEST_BATCH:
+        if self.total is not None and self.total > LARGEST_BATCH:
             raise PlanError(f"found {self.total} samples, expected at most {LARGEST_BATCH}. Lower it.", path="total")
         if self.dead_band >= 1:
             raise PlanError(
                 f"found {self.dead_band}, expected less than 1: a share of the step time, such as 0.03.",
                 path="dead_band",
             )
+
+    def to_dict(self) -> dict[str, int | float]:
+        """The section of a plan file."""
+        total = {} if self.total is None else {"total": self.total}
+        return {**total, "rebalance_every": self.rebalance_every, "dead_band": self.dead_band}
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +302,7 @@ def read_cluster(document: object) -> Cluster:
 
 def read_automatic(document: object) -> Automatic:
     """The `automatic` section of a plan file. Raises PlanError, with paths inside the section."""
-    return Automatic(
-        **require_object(document, required=("total",), optional=("rebalance_every", "dead_band")),
-    )
+    section = require_object(document, optional=("total", "rebalance_every", "dead_band"))
+    if "total" in section:
+        require_integer(section["total"], "total", least=1)
+    return Automatic(**section)

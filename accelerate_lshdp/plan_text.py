@@ -16,7 +16,9 @@ def describe_plan(plan: Plan) -> str:
     if plan.communication.dtype == "powersgd":
         head += f" of rank {plan.communication.powersgd_rank}"
     if plan.automatic is not None:
-        head += f"\nautomatic batch sizes: the run cuts global batches of {plan.automatic.total} by measurement"
+        total = plan.automatic.total
+        size = "the script's size (its batch size x ranks)" if total is None else total
+        head += f"\nautomatic batch sizes: the run cuts global batches of {size} by measurement"
     elif plan.batch is None:
         head += "\nequal batches: every loader keeps its own batch_size on every rank"
     if plan.batch is None:

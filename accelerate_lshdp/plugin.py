@@ -30,7 +30,8 @@ class BatchNormMode(str, Enum):
     SYNC = "sync"
 
 
-def _flag(text: str) -> bool:
+def parse_flag(text: str) -> bool:
+    """A variable that says yes or no. Raises ValueError for anything else."""
     lowered = text.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
@@ -104,9 +105,9 @@ class LSDPPlugin:
     strategy: Strategy | str | None = _option(str, Strategy.LSDP)
     mixed_precision: str | None = _option(str, None)
     units: tuple[str, ...] | None = _option(_names, None)
-    reshard_after_forward: bool | None = _option(_flag, None)
+    reshard_after_forward: bool | None = _option(parse_flag, None)
     prefetch: int | None = _option(_integer, 1)
-    pin_memory: bool | None = _option(_flag, None)
+    pin_memory: bool | None = _option(parse_flag, None)
     communication_dtype: str | None = _option(str, "fp32")
     powersgd_rank: int | None = _option(_integer, POWERSGD_RANK)
     powersgd_warmup_steps: int | None = _option(_integer, POWERSGD_WARMUP_STEPS)

@@ -300,14 +300,24 @@ class Preparing(_Base):
 
     def _warn_of_schedule(self, prepared: Sequence[Any]) -> None:
         """accelerate steps a scheduler once a rank; that fits schedules made from the loader's own batch size only."""
-        if self.plan.batch is None or self.num_processes == 1 or not self._schedulers or self.split_batches:
+        ranks, planned = self.num_processes, self.plan.total_batch_size
+        told_later = self.plan.batch is None or self.run_total.follows_script
+        if told_later or ranks == 1 or not self._schedulers or self.split_batches:
             return
         for loader in prepared:
             size = getattr(loader, "batch_size", None)
-            if isinstance(loader, torch.utils.data.DataLoader) and size:
-                if size * self.num_processes != self.plan.total_batch_size:
-                    logger.warning_once(
-                        f"the loader's batch_size {size} x {self.num_processes} ranks is not the plan's global batch "
-                        f"of {self.plan.total_batch_size}. The scheduler is stepped {self.num_processes} times an "
-                        f"optimizer step, so its length should be {self.num_processes} x the number of optimizer steps"
-                    )
+            if isinstance(loader, torch.utils.data.DataLoader) and size and size * ranks != planned:
+                logger.warning_once(
+                    f"the loader's batch_size {size} x {ranks} ranks is not the plan's global batch of {planned}. The "
+                    f"scheduler is stepped {ranks} times an optimizer step, so its length should be {ranks} x the "
+                    f"number of optimizer steps{self._schedule_of_an_epoch(loader)}"
+                )
+
+    def _schedule_of_an_epoch(self, loader: torch.utils.data.DataLoader) -> str:
+        """In numbers, where the length of the data is known."""
+        try:
+            samples = len(loader.dataset)
+        except TypeError:
+            return ""
+        steps = -(-samples // (self.plan.total_batch_size * self.gradient_accumulation_steps))
+        return f": an epoch has {steps}, so {self.num_processes * steps} of the schedule"

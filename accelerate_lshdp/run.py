@@ -117,7 +117,9 @@ def replace_accelerator() -> None:
         from accelerate_lshdp.accelerator import LSHDPAccelerator
 
         if cls is Accelerator:
-            return object.__new__(LSHDPAccelerator)  # type.__call__ then runs its __init__ with the same arguments
+            made = object.__new__(LSHDPAccelerator)  # type.__call__ then runs its __init__ with the same arguments
+            made.stands_for_accelerator = True
+            return made
         if not issubclass(cls, LSHDPAccelerator):
             raise TypeError(
                 f"{cls.__module__}.{cls.__qualname__} is a subclass of accelerate.Accelerator, which cannot be "

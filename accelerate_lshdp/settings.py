@@ -97,12 +97,12 @@ def _apply_batch_keywords(plan: Plan, keywords: BatchKeywords) -> Plan:
 
 def _with_automatic(plan: Plan, keywords: BatchKeywords) -> Plan:
     total = plan.total_batch_size if keywords.total_batch_size is None else keywords.total_batch_size
-    if total is None:
+    if total is None and plan.automatic is None:
         raise ValueError(
             "found batch_sizes='auto' without total_batch_size, expected the samples of a global batch: the run finds "
             "how to divide them, not how many there are. Give total_batch_size=..."
         )
-    planned = Automatic(total) if plan.automatic is None else plan.automatic
+    planned = Automatic(total) if plan.automatic is None else replace(plan.automatic, total=total)
     options = {"rebalance_every": keywords.rebalance_every, "dead_band": keywords.dead_band}
     for name, value in options.items():
         if plan.automatic is not None and value not in (None, getattr(planned, name)):

@@ -153,6 +153,7 @@ class Stepping(_Base):
             require_same_step(self._out_of_step)
         place = self._tracker.take()
         self._refuse_wrong_backward(place)
+        self.run_total.before_backward(place)
         if self._tracker.problem is not None and self.num_processes == 1:
             problem, self._tracker.problem = self._tracker.problem, None
             raise RuntimeError(f"accelerator.backward {problem}")

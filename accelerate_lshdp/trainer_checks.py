@@ -60,12 +60,17 @@ def check_train_loader(trainer: Trainer, loader: DataLoader) -> None:
     """
     from accelerate_lshdp.data_loader import HeterogeneousDataLoader
 
-    if trainer.accelerator.plan.batch is not None and not isinstance(loader, HeterogeneousDataLoader):
+    if _divides(trainer.accelerator) and not isinstance(loader, HeterogeneousDataLoader):
         raise ValueError(
             f"{type(trainer).__name__}.get_train_dataloader returned a {type(loader).__name__} that was not prepared, "
             "so it has its own batch size on every rank instead of the plan's. Return "
             "self.accelerator.prepare(loader), with a loader that reads the whole dataset (no DistributedSampler)"
         )
+
+
+def _divides(accelerator: LSHDPAccelerator) -> bool:
+    """Whether the plan has batch sizes, or leaves them to the run."""
+    return accelerator.plan.batch is not None or accelerator.plan.automatic is not None
 
 
 def _mistakes(trainer: Trainer) -> Iterator[str]:
@@ -76,7 +81,7 @@ def _mistakes(trainer: Trainer) -> Iterator[str]:
             "Let the Trainer create accelerate.Accelerator, or derive your class from LSHDPAccelerator"
         )
         return
-    planned, several = accelerator.plan.batch is not None, accelerator.num_processes > 1
+    planned, several = _divides(accelerator), accelerator.num_processes > 1
     if planned and args.accelerator_config.dispatch_batches:
         yield (
             "found accelerator_config dispatch_batches=True, but a batch that the main process reads and splits is "

@@ -39,6 +39,8 @@ class FakeContext:
         self.gradient_accumulation_steps = g
         self.sync_with_dataloader = sync_with_dataloader
         self.token_counter = token_counter
+        self.follows_script = False
+        self.expects_training = False
         self.evaluating = False
         self.shared = shared
         self.calls = 0

@@ -176,10 +176,12 @@ def best_fixed_total(instance: Instance, total: int) -> tuple[Fraction, list[tup
 
 
 def best_throughput(
-    instance: Instance, communication_seconds: float, most_steps: int
+    instance: Instance, communication_seconds: float, most_steps: int, multiple_of: int = 1
 ) -> tuple[Fraction, list[tuple[int, int]]]:
-    """The most samples a second of any choice, and the choice."""
+    """The most samples a second of any choice whose total is such a multiple, and the choice."""
     sizes, steps, slowest = all_choices(instance, most_steps, 10**6)
+    allowed = (sizes * steps).sum(axis=1) % multiple_of == 0
+    sizes, steps, slowest = sizes[allowed], steps[allowed], slowest[allowed]
     communication = Fraction(communication_seconds) * UNITS
     assert communication.denominator == 1
     samples, units = (sizes * steps).sum(axis=1), slowest + int(communication)

@@ -396,3 +396,70 @@ def test_launch_prepares_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["launch", "--nodes", "8", "--cpu", "-m", "package", "--flag"]) == 7  # the plan from the environment
     assert os.environ["OMP_NUM_THREADS"] == "5" and os.environ["ACCELERATE_USE_CPU"] == "true"
     assert started[1][2:] == ["-m", "accelerate_lshdp.run", "-m", "package", "--flag"]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What `accelerate launch` would have been given, in a folder with a script and without a plan."""
+    launches: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: launches.append(argv) or 0)
+    for name in ("ACCELERATE_LSHDP_PLAN", "LSDP_STRATEGY", "LSDP_COMMUNICATION_DTYPE", "LSDP_KEEP_PLAN_TOTAL"):
+        monkeypatch.delenv(name, raising=False)
+    Path("train.py").touch()
+    return launches
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "ranks", "first_line"),
+    [
+        ("cpu", [], 1, "1 CPU process"),
+        ("cpu", ["--nodes", "2"], 2, "2 CPU processes"),
+        ("gpu", [], 3, "3 GPU processes"),
+        ("gpu", ["--cpu"], 1, "1 CPU process"),
+    ],
+)
+def test_automatic_launch_needs_no_plan(started, monkeypatch, capsys, device, flags, ranks, first_line) -> None:
+    import torch
+
+    monkeypatch.setattr(launch, "_local_device", lambda: device)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    read: list[int] = []
+    monkeypatch.setattr(launch, "_check_plan", lambda plan, config, file: read.append(config.num_processes))
+    assert main(["launch", "--auto", *flags, "train.py", "--lr", "1"]) == 0
+    assert read == [ranks] and f": {first_line}" in capsys.readouterr().err
+    assert started[0][2:] == ["-m", "accelerate_lshdp.run", "train.py", "--lr", "1"]
+    plan = Plan.from_environment()
+    assert plan == Plan.auto() and plan.leaves_total_open and plan.strategy.value == "lsdp"
+
+
+def test_automatic_launch_takes_options_of_the_environment(started, monkeypatch) -> None:
+    monkeypatch.setenv("LSDP_STRATEGY", "ddp")
+    monkeypatch.setenv("LSDP_COMMUNICATION_DTYPE", "bf16")
+    assert main(["launch", "--auto", "--nodes", "2", "--cpu", "train.py"]) == 0
+    assert Plan.from_environment() == Plan.auto(strategy="ddp", communication_dtype="bf16")
+
+
+def test_the_total_of_a_plan_can_be_kept(started) -> None:
+    Plan.from_batch_sizes([3, 1]).save("plan.json")
+    assert main(["launch", "--plan", "plan.json", "--keep-plan-total", "--cpu", "train.py"]) == 0
+    assert os.environ["LSDP_KEEP_PLAN_TOTAL"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (["--auto", "--plan", "plan.json"], None, "not allowed with argument"),
+        (["--auto", "--keep-plan-total"], None, "which has no total of its own"),
+        (["--auto"], "plan.json", "together with a plan in ACCELERATE_LSHDP_PLAN"),
+    ],
+)
+def test_automatic_launch_refuses_plans_beside_it(started, monkeypatch, capsys, flags, environment, message) -> None:
+    if environment is not None:
+        monkeypatch.setenv("ACCELERATE_LSHDP_PLAN", environment)
+    try:
+        code = main(["launch", *flags, "train.py"])
+    except SystemExit as refused:
+        code = refused.code
+    assert code == 2 and message in capsys.readouterr().err and not started

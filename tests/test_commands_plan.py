@@ -320,14 +320,25 @@ def test_accumulation_is_equal_where_parameters_are_shared(
     assert main(["plan", "profile.json", "--total", "100", "--no-accumulation"]) == 2
 
 
-def test_the_highest_throughput(folder: Path) -> None:
+def test_the_highest_throughput(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a network to wait for, more samples share one optimizer step."""
     made = plan("--max-throughput", "--no-picture", "--no-yaml")
     assert made.batch_sizes == [32, 16, 16, 8]  # rank 0 is full; more on the others would only make them slower
     assert made.predicted["step_seconds"] == pytest.approx(0.32 + FIXED_SECONDS)
+    assert "batch size 18 (x 4 ranks = 72) in an unmodified loop" in capsys.readouterr().out
     more = plan("--max-throughput", "--max-accumulation", "2", "--no-picture", "--no-yaml")
     assert max(steps for _, steps in more.micro_batches) == 2
     assert more.total_batch_size / more.predicted["step_seconds"] > 72 / 0.37
+    assert "an unmodified loop needs a multiple of 4" in capsys.readouterr().out
+
+
+def test_the_highest_throughput_is_one_that_a_batch_size_makes(folder: Path) -> None:
+    """Where a rank's memory ends at an odd size, the best of all totals is none of a script's batch size x ranks."""
+    free = plan("--max-throughput", "--max-accumulation", "1", "--set", "rank.0.max=31", "--no-picture", "--no-yaml")
+    made = plan("--max-throughput", "--set", "rank.0.max=31", "--no-picture", "--no-yaml")
+    assert free.total_batch_size % 4 and made.total_batch_size % 4 == 0
+    assert abs(made.total_batch_size - free.total_batch_size) < 4
+    assert main(["plan", "--verify", "lshdp_plan.json"]) == 0
 
 
 def test_predictions_follow_the_model_of_a_step() -> None:

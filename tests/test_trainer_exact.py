@@ -59,6 +59,9 @@ SCRIPTS_BATCH_SIZE = 4
 #: Of a rank's environment what must not reach the oracle, a plain `python script.py`.
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
+#: The plain loop's plans have other totals than its batch size makes, and its steps and schedule are given for them.
+KEPT = {LOOP: {"LSDP_KEEP_PLAN_TOTAL": "1"}}
+
 Oracle = Callable[..., Outcome]
 
 
@@ -141,7 +144,7 @@ def train(
 ) -> Run:
     """Runs the cell's script to its end, by its plan or another one; the outputs are in the run's folders."""
     run = prepare(folder, cell, arguments, plan)
-    workers(sum(cell.nodes)).run(start, run, nodes=cell.nodes, timeout=90)
+    workers(sum(cell.nodes)).run(start, run, nodes=cell.nodes, timeout=90, env=KEPT.get(cell.script))
     return run
 
 
@@ -212,6 +215,21 @@ def test_special_cases_give_the_result_of_one_process(workers, oracle, tmp_path,
     compare(actual, oracle(cell.script, cell.script_accumulation, arguments))
     for entry in actual.log:
         assert sum(entry[f"batch_size/rank_{rank}"] for rank in range(sum(cell.nodes))) == TOTAL
+
+
+#: The script's own batch size makes the total, which the plan leaves to it.
+OPEN = [
+    Cell("causal_lm", "shim", (1, 1), "script", "lsdp"),
+    Cell("sequence_classification", "callback", (1, 2), "none", "ddp"),
+    Cell(LOOP, SHIM, (2,), "script", "lsdp"),
+]
+
+
+@pytest.mark.parametrize("cell", OPEN, ids=str)
+def test_a_plan_without_a_total_takes_that_of_the_script(workers, oracle, tmp_path, cell):
+    own = {"per_device_train_batch_size": TOTAL // sum(cell.nodes)}
+    run = train(workers, tmp_path, cell, own, Plan.auto(strategy=cell.strategy))
+    compare(outcome_of(run), oracle(cell.script, cell.script_accumulation))
 
 
 EVALUATING = {
@@ -361,7 +379,14 @@ def test_launched_script_gives_the_result_of_one_process(oracle, tmp_path, cell)
     else:
         command = [tmp_path / f"{cell.script}.py"]
     ranks = sum(cell.nodes)
-    result = launch([*command, *run.command_line(0)], ranks, nodes=cell.nodes, launcher="accelerate", timeout=140)
+    result = launch(
+        [*command, *run.command_line(0)],
+        ranks,
+        nodes=cell.nodes,
+        env=KEPT.get(cell.script),
+        launcher="accelerate",
+        timeout=140,
+    )
     assert result.returncode == 0, result.stderr[-6000:]
     expected = oracle(cell.script, cell.script_accumulation)
     announced = announced_in(result.stderr) if "log_level" in options else expected.announced

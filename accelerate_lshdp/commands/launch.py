@@ -2,15 +2,19 @@
 """``accelerate-lshdp launch``: runs a script on this node, through ``accelerate launch`` and ``accelerate_lshdp.run``.
 
 What it adds to the two: the number of processes comes from the plan, mistakes in the layout are found before any
-process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's.
+process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's. With
+``--auto`` there is no plan to write: the script's own batch size says how large a global batch is, and the run finds
+how to divide it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
 _SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
 _EPILOG = """\
 examples:
+  accelerate-lshdp launch --auto train.py --epochs 3                        no plan: the run finds the batch sizes, one
+                                                                            rank a GPU
+  accelerate-lshdp launch --auto --nodes 2 train.py                         the same with two ranks here
   accelerate-lshdp launch --plan plan.json train.py --epochs 3              all ranks of the plan on this machine
   accelerate-lshdp launch --nodes 2 train.py                                two ranks here, without a plan or with one
                                                                             that names no ranks ("automatic")
@@ -50,8 +57,21 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
         "--plan", metavar="PLAN", help=f"a plan file (default: the environment variable {PLAN_VARIABLE})"
+    )
+    sizes.add_argument(
+        "--auto",
+        action="store_true",
+        help="no plan: global batches are those of the script, its batch size x ranks, and the run finds how to divide"
+        " them",
+    )
+    parser.add_argument(
+        "--keep-plan-total",
+        action="store_true",
+        help="let an unmodified loop train with the plan's global batches, although its batch size x ranks is another"
+        " number of samples: its steps and its schedule are meant for the plan",
     )
     parser.add_argument(
         "--config-file",
@@ -76,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
     """
-    plan = Plan.from_environment() if arguments.plan is None else Plan.load(arguments.plan)
+    plan = _plan(arguments)
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     with ExitStack() as stack:
@@ -94,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
             )
         _check_plan(plan, config, file)
-        _set_environment(arguments.plan, config)
+        _set_environment(arguments, plan, config)
         _say(config, arguments)
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
@@ -102,15 +122,34 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
 
+def _plan(arguments: argparse.Namespace) -> Plan | None:
+    """What the ranks will be told; None: every loader keeps its own batch size on every rank."""
+    if arguments.plan is not None:
+        return Plan.load(arguments.plan)
+    if not arguments.auto:
+        return Plan.from_environment()
+    if os.environ.get(PLAN_VARIABLE) is not None:
+        raise ValueError(
+            f"found --auto together with a plan in {PLAN_VARIABLE}, expected one of them; unset the variable"
+        )
+    if arguments.keep_plan_total:
+        raise ValueError("found --keep-plan-total together with --auto, which has no total of its own; leave one out")
+    from accelerate_lshdp.plugin import LSDPPlugin
+
+    options = LSDPPlugin().resolve()
+    return replace(Plan.auto(strategy=options.strategy), communication=options.communication)
+
+
 def _write_config(arguments: argparse.Namespace, plan: Plan | None, folder: Path) -> Path:
     """A file of our own even on one machine: without one, accelerate would use the user's default configuration."""
     if arguments.nodes is None and (plan is None or plan.cluster is None):
-        if plan is None or plan.world_size is None:
+        ranks = _local_devices(arguments) if arguments.auto else None if plan is None else plan.world_size
+        if ranks is None:
             raise ValueError(
                 "the number of processes is not known: give --plan with batch sizes, --nodes (such as --nodes 2), or"
                 " --config_file"
             )
-        arguments.nodes = (plan.world_size,)
+        arguments.nodes = (ranks,)
     layout = make_layout(arguments, plan, default_device=_local_device())
     node = arguments.node_rank
     if node is None and layout.num_nodes > 1:
@@ -178,9 +217,13 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, file: Path) -> None:
         )
 
 
-def _set_environment(plan_path: str | None, config: ClusterConfig) -> None:
-    if plan_path is not None:
-        os.environ[PLAN_VARIABLE] = os.path.abspath(plan_path)
+def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: ClusterConfig) -> None:
+    if arguments.plan is not None:
+        os.environ[PLAN_VARIABLE] = os.path.abspath(arguments.plan)
+    elif arguments.auto:
+        os.environ[PLAN_VARIABLE] = json.dumps(plan.to_dict())
+    if arguments.keep_plan_total:
+        os.environ["LSDP_KEEP_PLAN_TOTAL"] = "1"
     if config.use_cpu:
         # accelerate tells only a single process that it is on a CPU; several would use the GPU of a machine with one.
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -202,6 +245,15 @@ def _local_device() -> str:
     from accelerate_lshdp.backend import has_accelerator
 
     return "gpu" if has_accelerator(several_ranks=True) else "cpu"
+
+
+def _local_devices(arguments: argparse.Namespace) -> int:
+    """The ranks that this machine has room for: one a GPU; one rank uses all CPUs."""
+    if arguments.device == "cpu" or _local_device() == "cpu":
+        return 1
+    import torch
+
+    return torch.cuda.device_count() if torch.backends.cuda.is_built() else torch.accelerator.device_count()
 
 
 def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:

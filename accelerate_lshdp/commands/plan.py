@@ -51,7 +51,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("profile", nargs="?", metavar="PROFILE", help="what accelerate-lshdp profile wrote")
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument("--total", type=int, metavar="B", help="samples in a global batch")
-    goal.add_argument("--max-throughput", action="store_true", help="choose the total with the most samples a second")
+    goal.add_argument(
+        "--max-throughput",
+        action="store_true",
+        help="choose the total with the most samples a second, a multiple of the ranks, as a script's batch size makes"
+        " it (with --max-accumulation: any)",
+    )
     goal.add_argument("--verify", metavar="PLAN", help="check the certificate of a plan instead of making one")
     parser.add_argument("--no-accumulation", action="store_true", help="with --total: one micro-batch a rank")
     parser.add_argument(
@@ -130,9 +135,22 @@ def run(arguments: argparse.Namespace) -> int:
     if layout is not None:
         written += _write_yamls(layout, arguments.yaml_dir or arguments.output.parent, arguments.force)
     print_plan(profile, planned, equal)
+    print(_fitting_script(plan))
     print(f"wrote {', '.join(map(str, written))}")
     print(f"next: {_launch_command(profile, arguments)}")
     return 0
+
+
+def _fitting_script(plan: Plan) -> str:
+    """Which unmodified scripts train with the plan."""
+    total, ranks = plan.total_batch_size, plan.world_size
+    if plan.has_accumulation or total % ranks:
+        return (
+            "for scripts:   a Trainer, or a loop that names LSHDPAccelerator; an unmodified loop needs a multiple of"
+            f" {ranks}, the ranks, and --no-accumulation"
+        )
+    own = f"batch size {total // ranks} (x {ranks} ranks = {total})"
+    return f"for scripts:   {own} in an unmodified loop; any in a Trainer"
 
 
 def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
@@ -233,6 +251,8 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
         "shard_groups": profile.shard_groups(),
     }
     if arguments.max_throughput:
+        # Scripts have one batch size, which the ranks multiply.
+        options["multiple_of"] = 1 if allow_accumulation else len(ranks)
         sizes = plan_max_throughput(ranks, communication_seconds, **options, max_accumulation_steps=most)
     else:
         sizes = plan_fixed_total(ranks, arguments.total, **options)

@@ -144,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="accelerate-lshdp-") as folder:
         error_file = Path(folder, "error")
         ranks = argparse.Namespace(**vars(arguments))
-        ranks.plan, ranks.module, ranks.script = None, True, _WORKER
+        ranks.plan, ranks.auto, ranks.keep_plan_total = None, False, False
+        ranks.module, ranks.script = True, _WORKER
         ranks.script_args = ["--error-file", str(error_file), *_worker_arguments(arguments)]
         code = launch.run(ranks)
         error = error_file.read_text(encoding="utf-8") if error_file.exists() else None

@@ -21,6 +21,8 @@ _COMMON = (
     "micro_batches",
     "step_seconds",
 )
+# Left out where every total was allowed.
+_OPTIONAL = {"fixed_total": (), "max_throughput": ("multiple_of",)}
 _OWN = {
     "fixed_total": ("largest_micro_batches_below",),
     "max_throughput": ("communication_seconds", "max_accumulation_steps", "check_seconds"),
@@ -75,7 +77,7 @@ def read_claim(certificate: Mapping[str, Any], ranks: int) -> Claim:
     if kind not in KINDS:
         raise CertificateError(f"found kind {kind!r:.60}, expected one of {KINDS}: make the plan again")
     keys = {*_COMMON, *_OWN[kind]}
-    if set(certificate) != keys:
+    if set(certificate).difference(_OPTIONAL[kind]) != keys:
         raise CertificateError(
             f"found the keys {sorted(map(str, certificate))!s:.400}, expected an object with the keys {sorted(keys)}"
         )
@@ -135,6 +137,16 @@ def read_most_steps(certificate: Mapping[str, Any], key: str, allow_accumulation
         _require(value is None, key, value, "null, as accumulation was not allowed")
         return 1
     _require(is_integer(value) and value >= 1, key, value, "an integer of at least 1")
+    return value
+
+
+def read_multiple(certificate: Mapping[str, Any], allow_accumulation: bool) -> int:
+    """What the total had to be a multiple of; 1: it was free. Raises CertificateError."""
+    if "multiple_of" not in certificate:
+        return 1
+    value = certificate["multiple_of"]
+    known = is_integer(value) and value >= 1 and not allow_accumulation
+    _require(known, "multiple_of", value, "an integer of at least 1, without accumulation")
     return value
 
 

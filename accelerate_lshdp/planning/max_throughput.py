@@ -5,6 +5,9 @@ Within T seconds of work the ranks can finish at most N(T) samples, the sum of w
 finish times of micro-batches, so the best N(T) / (T + communication) is at one of these, and all of them are tried. A
 shard group is like one rank: it has micro-batches whose sizes sum to s when its s-th fastest one is within T, and its
 slowest rank's single sample too.
+
+Where global batches have to be a multiple of some number, N(T) is rounded down to one: without accumulation the ranks
+can do every number of samples up to N(T), from one a rank on.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ def plan_max_throughput(
     bucket_seconds: Sequence[float] | None = None,
     shard_groups: Sequence[Sequence[int]] | None = None,
     max_accumulation_steps: int | None = None,
+    multiple_of: int = 1,
 ) -> BatchSizes:
     """Chooses the global batch and its cut with the most samples a second: the greatest
 
@@ -54,14 +58,16 @@ def plan_max_throughput(
             backward goes on; None: nothing overlaps.
         shard_groups: ranks that need equal numbers of micro-batches; each rank in one group. None: each rank alone.
         max_accumulation_steps: the most micro-batches that a rank may have; needed with, and only with, accumulation.
+        multiple_of: the total has to be a multiple of it, such as the number of ranks, by which a script's own batch
+            size is multiplied. More than 1 is for plans without accumulation.
 
     Raises:
-        PlanningError: there is no rank, no micro-batch fits a rank's memory, or options do not match.
+        PlanningError: there is no rank, nothing fits a rank's memory, no multiple fits, or options do not match.
     """
     problem = pose_problem(profiles, allow_accumulation, bucket_seconds, shard_groups)
     most_steps = _checked_most_steps(allow_accumulation, max_accumulation_steps)
     communication = _checked_communication(communication_seconds)
-    throughput = _Throughput.of(problem, most_steps, communication)
+    throughput = _Throughput.of(problem, most_steps, communication, _checked_multiple(multiple_of, allow_accumulation))
     micro_batches = _first_of_the_best(problem, throughput, most_steps)
     seconds = step_seconds(problem, micro_batches)
     total = sum(size * steps for size, steps in micro_batches)
@@ -75,6 +81,8 @@ def plan_max_throughput(
         "step_seconds": seconds + communication,
         "check_seconds": throughput.check_seconds(total / (seconds + communication)),
     }
+    if multiple_of > 1:
+        certificate["multiple_of"] = int(multiple_of)
     return batch_sizes_of(problem, micro_batches, seconds + communication, certificate)
 
 
@@ -98,6 +106,17 @@ def _checked_most_steps(allow_accumulation: bool, max_accumulation_steps: int | 
     return int(max_accumulation_steps)
 
 
+def _checked_multiple(multiple_of: int, allow_accumulation: bool) -> int:
+    if not is_integer(multiple_of) or multiple_of < 1:
+        raise PlanningError(f"found multiple_of {multiple_of!r}, expected an integer of at least 1")
+    if multiple_of > 1 and allow_accumulation:
+        raise PlanningError(
+            f"found multiple_of {multiple_of} with allow_accumulation, expected one or the other: with several"
+            " micro-batches not every number of samples can be made"
+        )
+    return int(multiple_of)
+
+
 def _checked_communication(seconds: float) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
         raise PlanningError(f"found communication_seconds {seconds!r}, expected finite seconds of at least 0")
@@ -108,7 +127,7 @@ def _checked_communication(seconds: float) -> float:
 class _Throughput:
     """N(T) as a table: within seconds[j], and up to seconds[j + 1], the ranks finish at most samples[j].
 
-    Both grow; before seconds[0] some rank cannot finish anything.
+    Both grow; before seconds[0] some rank cannot finish anything, or all of them not enough for the smallest total.
     """
 
     seconds: np.ndarray
@@ -116,7 +135,7 @@ class _Throughput:
     communication: float
 
     @classmethod
-    def of(cls, problem: Problem, most_steps: int, communication: float) -> _Throughput:
+    def of(cls, problem: Problem, most_steps: int, communication: float, multiple_of: int) -> _Throughput:
         group, seconds, samples = _finish_times(problem, most_steps)
         # What a group can do at most when time goes on: a running maximum, group by group.
         order = np.lexsort((seconds, group))
@@ -132,7 +151,15 @@ class _Throughput:
         seconds, samples = seconds[order], np.cumsum(gained[order])
         last_of_equal = np.append(np.diff(seconds) > 0, True)
         kept = last_of_equal & (seconds >= first)
-        return cls(seconds[kept], samples[kept], communication)
+        seconds, samples = seconds[kept], samples[kept]
+        whole = samples // multiple_of * multiple_of
+        if whole[-1] < len(problem.times):  # at least one sample a rank
+            raise PlanningError(
+                f"found {samples[-1]} samples as the most that fit all ranks together, expected room for a multiple of"
+                f" {multiple_of}"
+            )
+        grown = (np.diff(whole, prepend=0) > 0) & (whole >= len(problem.times))
+        return cls(seconds[grown], whole[grown], communication)
 
     def best(self) -> list[tuple[float, int]]:
         """(T, N(T)) of the most samples a second, all ties."""

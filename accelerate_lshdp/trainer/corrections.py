@@ -51,6 +51,7 @@ def _corrected(original: Callable[..., Any], correction: Callable[..., Any]) -> 
     @functools.wraps(original)
     def method(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.accelerator, LSHDPAccelerator):
+            self.accelerator.run_total.leave_to_trainer()
             return correction(functools.partial(original, self), self, *args, **kwargs)
         return original(self, *args, **kwargs)
 
@@ -101,6 +102,8 @@ def set_initial_training_values(original: Callable[..., Any], self: Trainer, arg
     """Counts this rank's micro-batches, of a loader that could not tell yet that it will train."""
     check_train_loader(self, dataloader)
     _set_purpose(dataloader, TRAINING)
+    if self.accelerator.plan.leaves_total_open:
+        self.accelerator.run_total.settle(dataloader.total_batch_size)
     with _own_accumulation(self):
         return original(args, dataloader)
 
