@@ -20,6 +20,7 @@ from accelerate_lshdp.batch_tracker import BatchTracker
 from accelerate_lshdp.checkpointing import Checkpointing
 from accelerate_lshdp.collecting import Collecting
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.ending import end_with_launcher
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.failures import failures_explained
@@ -100,6 +101,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             kwargs = {name: kwargs[name] for name in ("cpu", "kwargs_handlers") if name in kwargs}
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
+        end_with_launcher()
         install_clean_exit()
         install_safe_forks()
         correct_loaded_trainer()
