@@ -32,6 +32,7 @@ from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.other_engines import (
     fsdp_choices_without_effect,
     refuse_other_engines,
@@ -140,7 +141,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         wanted = self.lsdp_plugin.mixed_precision
         given = kwargs.get("mixed_precision")
         if wanted is not None and given is not None and str(given) != wanted:
-            raise ValueError(f"mixed_precision={str(given)!r} contradicts LSDPPlugin(mixed_precision={wanted!r})")
+            raise ValueError(
+                f"mixed_precision={str(given)!r} contradicts {option_advice('mixed_precision', wanted)}; give only one"
+            )
         if wanted is not None:
             kwargs["mixed_precision"] = wanted
 
@@ -182,7 +185,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         if unused := fsdp_choices_without_effect():
             logger.warning(
                 f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
-                "places the parameters. Choose the units and the checkpointing in LSDPPlugin and in the model"
+                f"places the parameters. Choose the units by {option_advice('units')}, the checkpointing in the model"
             )
 
     def check_agreement(self, digest: str, what: str) -> None:

@@ -16,6 +16,7 @@ from accelerate_lshdp import data
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, label_token_counter
 
@@ -112,7 +113,7 @@ class Preparing(_Base):
             f"the model has batch normalisation ({norms[0]} and {len(norms) - 1} more); its statistics depend on how "
             "the batch is divided, so unequal batches do not give the gradient of the global batch. Replace it (by "
             "group or layer normalisation), or accept statistics of each rank's own micro-batch with "
-            "LSDPPlugin(batch_norm='local'); 'sync' works on CUDA without accumulation"
+            f"{option_advice('batch_norm', 'local')}; 'sync' works on CUDA without accumulation"
         )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

@@ -15,6 +15,7 @@ from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.failures import failures_explained
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.step_exchange import PendingReports
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
@@ -183,7 +184,7 @@ class Stepping(_Base):
                 raise RuntimeError(
                     f"the plan's batch sizes {sizes} are unequal or may become so, but the loss is of no batch of a "
                     "prepared loader, so its weight is unknown. Iterate over the loader that prepare() returned, or "
-                    "weight losses yourself with LSDPPlugin(loss_weighting='none')"
+                    f"weight losses yourself with {option_advice('loss_weighting', 'none')}"
                 )
 
     def _share(self, place: MicroBatchPlace | None) -> float:
