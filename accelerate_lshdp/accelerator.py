@@ -22,6 +22,7 @@ from accelerate_lshdp.collecting import Collecting
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.data_tokens import LabelCounter
 from accelerate_lshdp.ddp_options import ddp_options_without_effect, refuse_ddp_options
+from accelerate_lshdp.ending import end_with_launcher
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.failures import failures_explained
@@ -34,6 +35,7 @@ from accelerate_lshdp.engine.shutdown import install_clean_exit
 from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.loss_finding import LossFinder
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.other_engines import (
     fsdp_choices_without_effect,
     refuse_other_engines,
@@ -112,6 +114,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             kwargs = {name: kwargs[name] for name in ("cpu", "kwargs_handlers") if name in kwargs}
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
+        end_with_launcher()
         install_clean_exit()
         install_safe_forks()
         correct_loaded_trainer()
@@ -180,7 +183,9 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         wanted = self.lsdp_plugin.mixed_precision
         given = kwargs.get("mixed_precision")
         if wanted is not None and given is not None and str(given) != wanted:
-            raise ValueError(f"mixed_precision={str(given)!r} contradicts LSDPPlugin(mixed_precision={wanted!r})")
+            raise ValueError(
+                f"mixed_precision={str(given)!r} contradicts {option_advice('mixed_precision', wanted)}; give only one"
+            )
         if wanted is not None:
             kwargs["mixed_precision"] = wanted
 
@@ -230,7 +235,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         if unused := fsdp_choices_without_effect():
             logger.warning(
                 f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
-                "places the parameters. Choose the units and the checkpointing in LSDPPlugin and in the model"
+                f"places the parameters. Choose the units by {option_advice('units')}, the checkpointing in the model"
             )
         if unused := ddp_options_without_effect([self.ddp_handler]):
             logger.warning(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
 import torch
 
@@ -41,6 +43,27 @@ def prepare_environment() -> bool:
         settle_on_cores()
         keep_freed_memory()
     return on_cpu
+
+
+def prepare_at_first_state() -> None:
+    """Lets a launched CPU rank settle as soon as its first accelerate state is made, and know the other ranks then.
+
+    For modules whose import says that the script trains with them: importing changes nothing yet, but the
+    ``TrainingArguments`` that a script makes before its Trainer already tell it which rank it is.
+    """
+    from accelerate.state import PartialState
+
+    initialise = PartialState.__init__
+    if getattr(initialise, "_prepares_environment", False):
+        return
+
+    @functools.wraps(initialise)
+    def settled(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        first = not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        initialise(self, first and prepare_environment() or cpu, **kwargs)
+
+    settled._prepares_environment = True
+    PartialState.__init__ = settled
 
 
 def _is_lonely() -> bool:

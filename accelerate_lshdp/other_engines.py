@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from accelerate_lshdp.option_advice import option_advice
+
 
 #: What accelerate's own launcher sets for engines other than ours.
 _SWITCHES = {
@@ -52,7 +54,7 @@ def refuse_other_engines(keywords: Mapping[str, object]) -> None:
         made_from = " or ".join(sorted({f"{_KEYWORDS[name]}=" for name in given if _KEYWORDS[name]}))
         raise ValueError(
             f"{', '.join(given)} cannot be combined with LSHDPAccelerator, which places parameters itself; choose a "
-            "strategy in the plan or in LSDPPlugin(strategy=...) instead"
+            f"strategy in the plan or by {option_advice('strategy')} instead"
             + (f". In a script with a Trainer, take {made_from} out of TrainingArguments" if made_from else "")
         )
     refuse_configured_engines()

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.option_advice import variable_of
 from accelerate_lshdp.plan import Plan, Strategy
 from accelerate_lshdp.plan_sections import (
     COMMUNICATION_DTYPES,
@@ -118,7 +119,7 @@ class LSDPPlugin:
     batch_norm: BatchNormMode | str | None = _option(str, BatchNormMode.ERROR)
 
     def __post_init__(self) -> None:
-        self._check("a keyword of LSDPPlugin")
+        self._check(lambda name: "a keyword of LSDPPlugin")
 
     def resolve(self, plan: Plan | None = None) -> LSDPPlugin:
         """A copy with every option filled in: keyword, then plan, then environment, then default.
@@ -146,7 +147,7 @@ class LSDPPlugin:
         resolved = copy(self)  # not made anew: its check would take what the environment says for keywords
         for name, value in values.items():
             setattr(resolved, name, value)
-        resolved._check("the environment")
+        resolved._check(lambda name: f"the environment ({variable_of(name)})")
         if resolved.loss_weighting is LossWeighting.AUTO and resolved.token_counter is not None:
             resolved.loss_weighting = LossWeighting.TOKENS
         return resolved
@@ -158,7 +159,7 @@ class LSDPPlugin:
 
     @staticmethod
     def _from_environment(option: Any) -> Any:
-        variable = f"LSDP_{option.name.upper()}"
+        variable = variable_of(option.name)
         text = os.environ.get(variable)
         if text is None or not text.strip():
             return option.metadata["default"]
@@ -167,7 +168,8 @@ class LSDPPlugin:
         except ValueError as error:
             raise ValueError(f"{variable}: {error}") from None
 
-    def _check(self, origin: str) -> None:
+    def _check(self, origin: Callable[[str], str]) -> None:
+        """Raises ValueError for an impossible value; ``origin`` says where that of an option came from."""
         choices = {
             "strategy": Strategy,
             "loss_weighting": LossWeighting,
@@ -183,18 +185,17 @@ class LSDPPlugin:
                 continue
             text = value.value if isinstance(value, Enum) else value
             if text not in known:
-                raise ValueError(f"{name}={value!r} from {origin} is not known; use one of {', '.join(known)}")
+                raise ValueError(f"{name}={value!r} from {origin(name)} is not known; use one of {', '.join(known)}")
             setattr(self, name, allowed(text) if isinstance(allowed, type) else text)
         if isinstance(self.units, str):
             self.units = _names(self.units)
-        if self.prefetch is not None and self.prefetch < 1:
-            raise ValueError(f"prefetch={self.prefetch} from {origin} should be 1 or more units")
-        if self.powersgd_rank is not None and self.powersgd_rank < 1:
-            raise ValueError(f"powersgd_rank={self.powersgd_rank} from {origin} should be 1 or more")
-        if self.powersgd_warmup_steps is not None and self.powersgd_warmup_steps < 0:
-            raise ValueError(f"powersgd_warmup_steps={self.powersgd_warmup_steps} from {origin} should be 0 or more")
-        if self.bucket_megabytes is not None and not self.bucket_megabytes > 0:
-            raise ValueError(f"bucket_megabytes={self.bucket_megabytes} from {origin} should be positive")
+        for name, least in (("prefetch", 1), ("powersgd_rank", 1), ("powersgd_warmup_steps", 0)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise ValueError(f"{name}={number} from {origin(name)} should be {least} or more")
+        megabytes = self.bucket_megabytes
+        if megabytes is not None and not megabytes > 0:
+            raise ValueError(f"bucket_megabytes={megabytes} from {origin('bucket_megabytes')} should be positive")
 
     def policies(self, topology: Topology, *, device_type: str, mixed_precision: str = "no") -> ShardingPolicies:
         """What FSDP2 will be told on a topology and a kind of device; needs neither.

@@ -25,6 +25,7 @@ from accelerate_lshdp.engine.sharding_limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.plugin import BatchNormMode
 from accelerate_lshdp.weighting import LossWeighting, require_known_labels
 
@@ -157,7 +158,7 @@ class Preparing(_Base):
             f"the model has batch normalisation ({norms[0]} and {len(norms) - 1} more); its statistics depend on how "
             "the batch is divided, so unequal batches do not give the gradient of the global batch. Replace it (by "
             "group or layer normalisation), or accept statistics of each rank's own micro-batch with "
-            "LSDPPlugin(batch_norm='local'); 'sync' works on CUDA without accumulation"
+            f"{option_advice('batch_norm', 'local')}; 'sync' works on CUDA without accumulation"
         )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from accelerate_lshdp.after_import import after_import
+from accelerate_lshdp.ending import end_with_launcher
 from accelerate_lshdp.other_engines import refuse_configured_engines
 from accelerate_lshdp.plan import PLAN_VARIABLE, Plan
 from accelerate_lshdp.trainer import install
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on.
         BaseException: what the script raises.
     """
+    end_with_launcher()
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         if arguments.plan is not None:

@@ -20,6 +20,7 @@ from accelerate_lshdp.engine.failures import CommunicationError, failures_explai
 from accelerate_lshdp.engine.marks import leave_hooks_out
 from accelerate_lshdp.engine.node_memory import NodeMemoryError
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.ranks_in_step import FAILED, require_same_step
 from accelerate_lshdp.step_exchange import PendingReports, RankReport
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
@@ -326,7 +327,7 @@ class Stepping(_Base):
                 raise RuntimeError(
                     f"the plan's batch sizes {sizes} are unequal or may become so, but the loss is of no batch of a "
                     "prepared loader, so its weight is unknown. Iterate over the loader that prepare() returned, or "
-                    "weight losses yourself with LSDPPlugin(loss_weighting='none')"
+                    f"weight losses yourself with {option_advice('loss_weighting', 'none')}"
                 )
 
     def _share(self, place: MicroBatchPlace | None, loss: torch.Tensor) -> float:

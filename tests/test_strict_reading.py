@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,15 @@ def launch_file(folder: Path, suffix: str = ".yaml", **changes: object) -> Path:
     return file
 
 
+def written_to(folder: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = folder / "as_meant.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -142,7 +152,7 @@ def launch_file(folder: Path, suffix: str = ".yaml", **changes: object) -> Path:
 def test_a_launch_file_is_taken_as_meant(tmp_path: Path, changes: dict, expected: dict) -> None:
     """accelerate's own launcher then takes it, too."""
     file = launch_file(tmp_path, **changes)
-    config, understood = read_launch_config(file, tmp_path)
+    config, understood = read_launch_config(file, written_to(tmp_path))
     assert understood != file
     arguments = launch_command_parser().parse_args(["--config_file", str(understood), "script.py"])
     arguments, _, _ = _validate_launch_command(arguments)
@@ -154,7 +164,7 @@ def test_a_launch_file_is_taken_as_meant(tmp_path: Path, changes: dict, expected
 def test_a_file_that_accelerate_reads_alike_is_handed_on(tmp_path: Path) -> None:
     for suffix, changes in ((".yaml", {"mixed_precision": '"no"'}), (".json", {})):
         file = launch_file(tmp_path, suffix, **changes)
-        assert read_launch_config(file, tmp_path)[1] == file
+        assert read_launch_config(file, written_to(tmp_path))[1] == file
 
 
 @pytest.mark.parametrize(

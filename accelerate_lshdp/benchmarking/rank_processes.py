@@ -8,14 +8,12 @@ that is measured. Where a process runs (on the loopback, in a node of an emulate
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +23,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from accelerate_lshdp.ending import end_with
+
 
 #: Seconds that the other ranks get to answer after the first one raised.
 FAILURE_GRACE = 20.0
 # What a shell may hold for other runs and would change this one.
 _FOREIGN_PREFIXES = ("ACCELERATE_", "FSDP_", "GROUP_", "LSDP_", "PARALLELISM_CONFIG_", "ROLE_", "TORCHELASTIC_")
 _OUTPUT_SHOWN = 4000
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankError(RuntimeError):
@@ -197,8 +196,7 @@ def serve(target: object) -> None:
     The process ends by ``os._exit``, because gloo's threads can abort an ordinary exit.
     """
     link, parent = connection.Connection(int(sys.argv[1])), int(sys.argv[2])
-    _end_even_stopped()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     while True:
         try:
             method, arguments = link.recv()
@@ -212,19 +210,6 @@ def serve(target: object) -> None:
             link.send(reply)
         except OSError:
             os._exit(1)
-
-
-def _end_even_stopped() -> None:
-    """Has the kernel end this process with the driver: one that is stopped (`RankProcesses.awake`) cannot itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process soon after the driver, even in the middle of a collective."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def rank_environment(

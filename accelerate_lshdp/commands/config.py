@@ -18,9 +18,9 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from accelerate_lshdp.plan import Cluster, Plan, PlanError
+from accelerate_lshdp.vanishing_files import vanishing_file
 
 
 DEFAULT_PORT = 29500
@@ -311,9 +311,7 @@ def check_with_accelerate(text: str) -> None:
     """
     from accelerate.commands.config.config_args import load_config_from_file
 
-    with TemporaryDirectory() as folder:
-        file = Path(folder, "config.yaml")
-        file.write_text(text, encoding="utf-8")
+    with vanishing_file("config.yaml", text) as file:
         load_config_from_file(str(file))
 
 

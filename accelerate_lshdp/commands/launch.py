@@ -16,12 +16,20 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from accelerate_lshdp.commands.config import add_layout_arguments, check_with_accelerate, make_layout, render_node
+from accelerate_lshdp.commands.config import (
+    DEFAULT_PORT,
+    add_layout_arguments,
+    check_with_accelerate,
+    make_layout,
+    render_node,
+)
 from accelerate_lshdp.commands.launch_config import read_launch_config
+from accelerate_lshdp.commands.waiting_nodes import Meeting, has_started_ranks, waits_told
+from accelerate_lshdp.ending import LAUNCHER_VARIABLE, end_with_launcher
 from accelerate_lshdp.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.vanishing_files import vanishing_file
 
 
 if TYPE_CHECKING:
@@ -100,22 +108,28 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="accelerate-lshdp-")))
         if arguments.config_file is None:
-            file = _write_config(arguments, plan, folder)
-            overrides = []
+            # Even on one machine: without a file, accelerate would use the user's default configuration.
+            file = stack.enter_context(vanishing_file("node.yaml", _configuration(arguments, plan)))
+            given, overrides = "the command line", []
         else:
             file = arguments.config_file
-            overrides = _overrides(arguments)
-        config, understood = read_launch_config(file, folder)
+            given, overrides = str(file), _overrides(arguments)
+
+        def corrected(text: str) -> Path:
+            return stack.enter_context(vanishing_file("as_meant.yaml", text))
+
+        config, understood = read_launch_config(file, corrected)
         if not config.use_cpu and _local_device() == "cpu":
             raise ValueError(
                 f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
                 "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
             )
-        _check_plan(plan, config, file)
+        _check_plan(plan, config, given)
         _set_environment(arguments, plan, config)
         _say(config, arguments)
+        if config.num_machines > 1:
+            stack.enter_context(waits_told(_meeting(plan, config, arguments), has_started_ranks))
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
             ["--config_file", str(understood), *overrides, *shim, arguments.script, *arguments.script_args]
@@ -140,8 +154,8 @@ def _plan(arguments: argparse.Namespace) -> Plan | None:
     return replace(Plan.auto(strategy=options.strategy), communication=options.communication)
 
 
-def _write_config(arguments: argparse.Namespace, plan: Plan | None, folder: Path) -> Path:
-    """A file of our own even on one machine: without one, accelerate would use the user's default configuration."""
+def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
+    """This node's configuration file for accelerate, as the arguments and the plan say."""
     if arguments.nodes is None and (plan is None or plan.cluster is None):
         ranks = _local_devices(arguments) if arguments.auto else None if plan is None else plan.world_size
         if ranks is None:
@@ -159,9 +173,7 @@ def _write_config(arguments: argparse.Namespace, plan: Plan | None, folder: Path
         raise ValueError(f"found --node-rank {node}, expected one from 0 to {layout.num_nodes - 1}")
     text = render_node(layout, node)
     check_with_accelerate(text)
-    file = folder / layout.file_name(node)
-    file.write_text(text, encoding="utf-8")
-    return file
+    return text
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
@@ -189,8 +201,11 @@ def _local_ranks(config: ClusterConfig) -> int:
     return config.num_processes // config.num_machines
 
 
-def _check_plan(plan: Plan | None, config: ClusterConfig, file: Path) -> None:
+def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
     """Finds here what every rank would find after it has connected.
+
+    Args:
+        given: where the configuration comes from.
 
     Raises:
         PlanError: the plan needs other numbers of ranks than this node's configuration starts.
@@ -203,15 +218,15 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, file: Path) -> None:
         sizes = plan.cluster.node_sizes
         if len(sizes) != nodes or sizes[node] != here:
             raise PlanError(
-                f"found nodes of {sizes} ranks, but {file} starts {here} on node {node} of {nodes}. Write the"
+                f"found nodes of {sizes} ranks, but {given} starts {here} on node {node} of {nodes}. Write the"
                 " configuration from this plan: accelerate-lshdp config --plan",
                 path="cluster.nodes",
                 source=plan.source,
             )
     if plan.world_size is not None and nodes == 1 and plan.world_size != here:
         raise PlanError(
-            f"found {plan.world_size} ranks, but {file} starts {here} processes on one machine. Correct num_processes,"
-            " or leave --config_file out.",
+            f"found {plan.world_size} ranks, but {given} starts {here} processes on one machine. Correct"
+            " num_processes, or leave --config_file out.",
             path="batch.ranks",
             source=plan.source,
         )
@@ -268,6 +283,15 @@ def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:
     )
 
 
+def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Namespace) -> Meeting:
+    address = arguments.main_ip or config.main_process_ip or "127.0.0.1"
+    port = arguments.main_port or config.main_process_port or DEFAULT_PORT
+    addresses: list[str | None] = [None] * config.num_machines
+    if plan is not None and plan.cluster is not None:
+        addresses = [node.address for node in plan.cluster.nodes]
+    return Meeting(config.machine_rank, (address, *addresses[1:]), address, int(port))
+
+
 def _accelerate_launch(argv: list[str]) -> int:
     """``accelerate launch`` in this process, where its errors still hold the exit code of the script."""
     from subprocess import CalledProcessError
@@ -276,8 +300,11 @@ def _accelerate_launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    end_with_launcher()  # where another command has started this one
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
-        launch_command(launch_command_parser().parse_args(argv))
+        # torch makes a folder for logs that we do not ask for, and leaves it behind.
+        launch_command(launch_command_parser().parse_args(["--log_dir", os.devnull, *argv]))
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         return _shell_code(error.get_first_failure()[1].exitcode)

@@ -8,6 +8,7 @@ in the middle of a launch, so they are put right here, and accelerate gets a fil
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +39,12 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _UNCHECKED = ("fp16", "dynamo_backend", "downcast_bf16", "compute_environment")
 
 
-def read_launch_config(file: Path, folder: Path) -> tuple[ClusterConfig, Path]:
+def read_launch_config(file: Path, write: Callable[[str], Path]) -> tuple[ClusterConfig, Path]:
     """What a node's configuration file says, and the file that accelerate is to be given.
 
     Args:
         file: what the user gave.
-        folder: where a file is written that accelerate understands, if it would not understand `file`.
+        write: makes a YAML file of a text, for accelerate, if it would not understand `file`.
 
     Raises:
         ValueError: the file cannot be read, or is no configuration of one machine; it says where and why.
@@ -63,8 +64,7 @@ def read_launch_config(file: Path, folder: Path) -> tuple[ClusterConfig, Path]:
         meant = {key: _as_meant(key, value) for key, value in document.items()}
         _check_whole(meant)
     if not _is_read_as(meant, text, file):
-        file = folder / "as_meant.json"
-        file.write_text(json.dumps(meant, indent=1), encoding="utf-8")
+        file = write(json.dumps(meant, indent=1))  # JSON is YAML, too
     from accelerate.commands.config.config_args import load_config_from_file
 
     return load_config_from_file(str(file)), file

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelerate_lshdp.commands.busy import busy_hint
 from accelerate_lshdp.commands.byte_sizes import parse_bytes
 from accelerate_lshdp.commands.config import Layout, add_layout_arguments, make_layout, render_node
 from accelerate_lshdp.plan import Plan, Strategy
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT = Path("lshdp_plan.json")
 # Beyond these, exact planning with accumulation takes minutes, and then more memory than there is.
 _LARGEST_TOTAL, _MOST_ACCUMULATION = 1_000_000, 256
+_TRAINING_SCRIPT = "YOUR_TRAINING_SCRIPT.py ITS_ARGUMENTS"
 _EPILOG = """\
 examples:
   accelerate-lshdp plan lshdp_profile.json --total 256               the fastest cut of 256 samples
@@ -137,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
     print_plan(profile, planned, equal)
     print(_fitting_script(plan))
     print(f"wrote {', '.join(map(str, written))}")
+    if (hint := busy_hint(profile)) is not None:
+        print(hint)
     print(f"next: {_launch_command(profile, arguments)}")
     return 0
 
@@ -154,7 +158,7 @@ def _fitting_script(plan: Plan) -> str:
 
 
 def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
-    """How to train the profiled script with the plan."""
+    """How to train with the plan: a script that the user names, as what was profiled need not train anything."""
     words = ["accelerate-lshdp", "launch"]
     several_nodes = len(profile.cluster.node_sizes) > 1
     if several_nodes and arguments.no_yaml:
@@ -162,9 +166,7 @@ def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
     elif several_nodes:
         words += ["--config_file", str((arguments.yaml_dir or arguments.output.parent) / "nodeN.yaml")]
     words += ["--plan", str(arguments.output)]
-    script = profile.subject.script or "train.py"  # null: profiled from Python
-    words += [*([] if script.endswith(".py") else ["-m"]), script, *profile.subject.arguments]
-    return ("on every node N, " if several_nodes else "") + shlex.join(words)
+    return ("on every node N, " if several_nodes else "") + f"{shlex.join(words)} {_TRAINING_SCRIPT}"
 
 
 def _picture_path(arguments: argparse.Namespace) -> Path | None:

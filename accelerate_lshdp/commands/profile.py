@@ -12,12 +12,12 @@ import math
 import os
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from accelerate_lshdp.commands import launch
 from accelerate_lshdp.commands.byte_sizes import parse_bytes
 from accelerate_lshdp.commands.config import add_layout_arguments
 from accelerate_lshdp.plan import PLAN_VARIABLE, Strategy
+from accelerate_lshdp.vanishing_files import vanishing_file
 
 
 DEFAULT_OUTPUT = Path("lshdp_profile.json")
@@ -141,14 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     os.environ.pop(PLAN_VARIABLE, None)  # a plan in the shell is not for this run
-    with TemporaryDirectory(prefix="accelerate-lshdp-") as folder:
-        error_file = Path(folder, "error")
+    with vanishing_file("error") as error_file:
         ranks = argparse.Namespace(**vars(arguments))
         ranks.plan, ranks.auto, ranks.keep_plan_total = None, False, False
         ranks.module, ranks.script = True, _WORKER
         ranks.script_args = ["--error-file", str(error_file), *_worker_arguments(arguments)]
         code = launch.run(ranks)
-        error = error_file.read_text(encoding="utf-8") if error_file.exists() else None
+        error = error_file.read_text(encoding="utf-8") or None
     if code != 0:
         # Without a word, such as one that the system ended when memory was short; what the others saw is noise.
         error = f"a process ended with exit code {code} (137: often out of memory); its output is above"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from accelerate_lshdp.commands.busy import BUSY_ADVICE
 from accelerate_lshdp.commands.byte_sizes import format_bytes, format_speed
 from accelerate_lshdp.profiling.documents import Profile
 
@@ -45,8 +46,8 @@ def print_profile(profile: Profile) -> None:
     console = Console(width=_WIDTH)
     console.print(table)
     console.print(
-        "samples/s and memory: at the largest micro-batch; spread: of the size that varied most (above 10%: the"
-        " machine was busy, measure again); sending: what sending gradients takes from computing",
+        f"samples/s and memory: at the largest micro-batch; spread: of the size that varied most ({BUSY_ADVICE});"
+        " sending: what sending gradients takes from computing",
         style="dim",
     )
     if profile.network is not None:

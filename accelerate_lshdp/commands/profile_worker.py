@@ -13,17 +13,17 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.commands.profile import SUBJECT_ADVICE, add_measuring_arguments, add_script_arguments
+from accelerate_lshdp.commands.progress import progress
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.plan import Cluster
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{_NAME}: {error}\nNo profile was written.", file=sys.stderr)
             return _FAILURE
         if is_first:
-            arguments.error_file.write_text(str(error), encoding="utf-8")
+            arguments.error_file.write_text(str(error) or type(error).__name__, encoding="utf-8")
         # Success to the launcher, which would add a page of its own about the failure; the command tells of it.
     return 0
 
@@ -84,7 +84,7 @@ def _measure(arguments: argparse.Namespace, is_first: bool) -> None:
         with _errors_on_all_ranks():
             if is_first is now:
                 subject = load_subject(arguments.script, arguments.script_args, is_module=arguments.module)
-    with _progress(is_first) as show:
+    with progress(is_first) as show:
         profile = profile_ranks(subject, options, accelerator, on_progress=show)
     if is_first:
         _complete(profile, arguments, accelerator).save(arguments.output)
@@ -193,25 +193,6 @@ def _complete(profile: Profile, arguments: argparse.Namespace, accelerator: LSHD
         nodes[0] = replace(nodes[0], address=os.environ.get("MASTER_ADDR"))
     script = replace(profile.subject, script=arguments.script, arguments=tuple(arguments.script_args))
     return replace(profile, subject=script, cluster=Cluster(tuple(nodes), profile.cluster.link))
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[str, float, float], None]]:
-    """A function that shows how far a phase is: its name, what is done and the total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not shown) as progress:
-        tasks: dict[str, Any] = {}
-
-        def show(phase: str, done: float, total: float) -> None:
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase)
-            # A phase for which no time is left has a total of 0.
-            progress.update(tasks[phase], completed=done if total else 1, total=total or 1)
-
-        yield show
 
 
 if __name__ == "__main__":

@@ -14,16 +14,20 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate_lshdp.ending import LAUNCHER_VARIABLE
 
-RANKS = 2
+
+RANKS, SLOWED_RANK = 2, 1
 DEFAULT_OUTPUT = Path("outputs", "quickstart")
 RESULT_FILES = ("lshdp_plan.json", "results.json", "quickstart.png")
 _TRAIN_IMAGES = 1500
+_WIDTH = 100
 # What a shell may hold for other runs and would change this one.
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FOREIGN_PREFIXES = ("ACCELERATE_", "FSDP_", "GROUP_", "LSDP_", "PARALLELISM_CONFIG_", "ROLE_", "TORCHELASTIC_")
@@ -86,8 +90,22 @@ def run(arguments: argparse.Namespace) -> int:
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     draw_picture(results, folder / "quickstart.png")
     print_table(results)
+    for note in _notes(folder / "lshdp_plan.json", arguments.slowdown):
+        print(textwrap.fill(note, _WIDTH))
     print(f"All of it took {time.monotonic() - started:.0f} s. {', '.join(RESULT_FILES)} are in\n{folder}")
     return 0
+
+
+def _notes(plan_file: Path, slowdown: float) -> list[str]:
+    """What the profile of the plan says against the results: a busy machine, or an emulation that does not show."""
+    from accelerate_lshdp.commands.busy import busy_hint, unlike_emulation
+    from accelerate_lshdp.plan import Plan
+    from accelerate_lshdp.profiling.documents import Profile
+
+    plan = Plan.load(plan_file)
+    profile = Profile.from_dict(plan.profile)
+    found = (busy_hint(profile), unlike_emulation(profile, plan.batch_sizes, SLOWED_RANK, slowdown))
+    return [note for note in found if note is not None]
 
 
 def describe_emulation(slowdown: float) -> str:
@@ -156,7 +174,7 @@ def _environment() -> dict[str, str]:
         if name not in _FOREIGN_NAMES and not name.startswith(_FOREIGN_PREFIXES)
     }
     # With several threads the time of so small a model hardly depends on the number of samples.
-    environment.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    environment.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())})
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment
 

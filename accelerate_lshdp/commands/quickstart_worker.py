@@ -8,10 +8,8 @@ slows both of them alike.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.commands.progress import progress
+from accelerate_lshdp.commands.quickstart import SLOWED_RANK
 from accelerate_lshdp.commands.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
 from accelerate_lshdp.plan_certificate import verify_plan
 from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total
@@ -30,7 +30,6 @@ from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subj
 from accelerate_lshdp.whole_files import write_whole
 
 
-SLOWED_RANK = 1
 MEASURING_SECONDS = 24.0
 LEARNING_RATE = 5e-4
 EVALUATION_BATCH_SIZE = 32
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="ddp"))
     slowdown = arguments.slowdown if accelerator.process_index == SLOWED_RANK else 1.0
 
-    with _progress(accelerator.is_main_process) as advance_to:
+    with progress(accelerator.is_main_process) as advance_to:
         profile = _measure(accelerator, train_images, arguments, slowdown, advance_to)
         ranks = profile.rank_profiles()
         each = equal_share(arguments.total_batch_size, ranks)
@@ -222,24 +221,6 @@ class _Run:
                 predictions = self.model(pixel_values=batch["pixel_values"]).logits.argmax(dim=-1)
             correct.append(self.accelerator.gather_for_metrics(predictions == batch["labels"]))
         return torch.cat(correct).double().mean().item()
-
-
-@contextlib.contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[str, float, float], None]]:
-    """A function that shows how far a phase is: its name, what is done and the total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not shown) as progress:
-        tasks: dict[str, Any] = {}
-
-        def advance_to(phase: str, done: float, total: float) -> None:
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=min(done, total))
-
-        yield advance_to
 
 
 if __name__ == "__main__":

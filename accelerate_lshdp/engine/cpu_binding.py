@@ -12,10 +12,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from pathlib import Path
 
 import torch
 
+from accelerate_lshdp.ending import environment_at_start
 from accelerate_lshdp.engine.cpu_cores import allowed_cores, cpu_quota, usable_cores
 
 
@@ -147,15 +147,10 @@ def _all_cores() -> int:
 
 
 def _launcher_environment() -> dict[str, str] | None:
-    """What torchrun or ``accelerate launch`` was started with: the kernel keeps that, not what it set itself."""
+    """What torchrun or ``accelerate launch`` was started with."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    try:
-        content = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return None
-    pairs = (pair.partition(b"=") for pair in content.split(b"\0") if pair)
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    return environment_at_start(os.getppid())
 
 
 def _bind(cpus: Collection[int]) -> None:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.option_advice import option_advice
 
 
 #: Tensors begin at multiples of this many bytes: a cache line.
@@ -114,8 +115,8 @@ class NodeMemory:
                 made.close()
             raise NodeMemoryError(
                 f"the ranks of a node cannot share memory ({'; '.join(filter(None, errors))}). They have to be "
-                "processes of one user on one machine, in one network namespace, with memory left; or set "
-                "intra_node='collectives' in LSDPPlugin or in the plan's communication section"
+                "processes of one user on one machine, in one network namespace, with memory left; or use "
+                f"{option_advice('intra_node', 'collectives')}"
             )
         return made
 

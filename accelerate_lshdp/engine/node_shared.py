@@ -29,6 +29,7 @@ from accelerate_lshdp.engine.node_table import Meeting, NodeTable
 from accelerate_lshdp.engine.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.option_advice import option_advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class NodeSharedModel(PreparedModel):
                 raise RuntimeError(
                     f"found a new tensor in .grad of a parameter of shape {tuple(gradient.shape)} between "
                     "micro-batches of one step. Gradients are not whole before the last micro-batch: change them "
-                    "after it, or use intra_node='collectives'"
+                    f"after it, or use {option_advice('intra_node', 'collectives')}"
                 )
             self._fresh[index] = not (in_place and self._holds_local)
             if gradient is not None and self._fresh[index] and self._owns(index):
@@ -301,7 +302,8 @@ class NodeSharedModel(PreparedModel):
                 raise RuntimeError(
                     "found gradients changed in place outside accelerator.clip_grad_norm_ and clip_grad_value_. The "
                     "ranks of a node share them, so each change would be made once a rank. Clip with the "
-                    "accelerator, assign a new tensor to .grad, or use intra_node='collectives'"
+                    "accelerator, assign a new tensor to .grad, or use "
+                    f"{option_advice('intra_node', 'collectives')}"
                 )
         self._watch.check()
         # Until here ranks may compute with the parameters as they were.
@@ -378,6 +380,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     if not type(optimizer).__module__.startswith(("torch.optim", "transformers.")):
         return (
             f"each rank of a node updates some of the parameters: {name} has to treat them one by one. One that "
-            "takes norms or sums over all of them needs strategy ddp or intra_node='collectives'"
+            f"takes norms or sums over all of them needs strategy ddp or {option_advice('intra_node', 'collectives')}"
         )
     return None

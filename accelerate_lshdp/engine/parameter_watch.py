@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from accelerate_lshdp.option_advice import option_advice
+
 
 #: Numbers looked at in each parameter.
 _SAMPLES = 8
@@ -76,7 +78,7 @@ class ParameterWatch:
             f"found {len(found)} parameters changed outside their optimizer (the first of shape {found[0]}), by this "
             "rank or by another one of its node. They share their parameters: a change is seen by all while they "
             "compute, and one that every rank makes is made once a rank. Work on a copy of the model, use "
-            "load_state_dict on all ranks to set values, or intra_node='collectives' (in the plan or LSDPPlugin)"
+            f"load_state_dict on all ranks to set values, or {option_advice('intra_node', 'collectives')}"
         )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from accelerate_lshdp.engine.node_memory import NodeMemory
 from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.plan import Strategy
 
 
@@ -75,7 +76,10 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
     if intra_node == "shared_memory" and strategy.is_node_sharded:
         reason = f"the ranks train on {device_type}" if device_type != "cpu" else NodeMemory.missing()
         if reason is not None:
-            raise ValueError(f"intra_node='shared_memory' cannot be used: {reason}; use 'auto' or 'collectives'")
+            raise ValueError(
+                f"intra_node='shared_memory' cannot be used: {reason}; use 'auto' or 'collectives' in "
+                f"{option_advice('intra_node')}"
+            )
     if strategy is Strategy.DDP or (device_type == "cpu" and topology.world_size == 1):
         return Mechanism.REPLICATED
     if device_type != "cpu" or not strategy.is_node_sharded or intra_node == "collectives":
@@ -124,7 +128,10 @@ def resolve_policies(
         ValueError: a precision that is not supported, or an override against the strategy or the device.
     """
     if mixed_precision not in _COMPUTE_DTYPES:
-        raise ValueError(f"mixed_precision={mixed_precision!r} is not supported; use one of {list(_COMPUTE_DTYPES)}")
+        raise ValueError(
+            f"mixed_precision={mixed_precision!r} is not supported; use one of "
+            f"{list(_COMPUTE_DTYPES)} in Accelerator(mixed_precision=...) or {option_advice('mixed_precision')}"
+        )
     gather_once = strategy is Strategy.ZERO2
     if gather_once and reshard_after_forward:
         raise ValueError("zero2 keeps gathered parameters for the whole step; use fsdp to reshard after the forward")

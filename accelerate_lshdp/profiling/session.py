@@ -92,7 +92,7 @@ class ProfilingOptions:
             if value is not None and not value > 0:
                 raise ValueError(f"found {name}={value}, expected more than 0")
         if isinstance(self.units, str):
-            raise ValueError(f"found units={self.units!r}, expected a tuple of names, such as ({self.units!r},)")
+            raise ValueError(f"found the units {self.units!r}, expected a tuple of names, such as ({self.units!r},)")
 
 
 def profile_ranks(

@@ -61,9 +61,20 @@ def install(plan: Plan | str | os.PathLike[str] | None = None) -> None:
 
 
 def correct_loaded_trainer() -> None:
-    """Corrects the Trainer if it has been imported; called whenever an `LSHDPAccelerator` is made.
+    """Corrects the Trainer if it has been imported, once; called whenever an `LSHDPAccelerator` is made.
 
-    A Trainer makes its accelerator before it does anything else, so none is missed.
+    A Trainer makes its accelerator before it does anything else, so none is missed. Where the installed transformers
+    cannot be corrected, Trainers refuse our accelerator; scripts that have imported the class alone train on.
     """
-    if hasattr(sys.modules.get("transformers.trainer"), "Trainer"):  # while it is imported, it has none yet
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)  # None: not imported to its end
+    if trainer is None or hasattr(trainer, "_corrected_for_lshdp"):
+        return
+    try:
         importlib.import_module("accelerate_lshdp.trainer.corrections").correct_trainer()
+    except (AttributeError, ImportError) as error:
+        from accelerate_lshdp.trainer.refusal import RefusedAccelerator
+
+        trainer.accelerator = RefusedAccelerator(str(error))
+        trainer._corrected_for_lshdp = False
+    else:
+        trainer._corrected_for_lshdp = True

@@ -8,14 +8,13 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accelerate_lshdp.backend import prepare_environment
+from accelerate_lshdp.backend import prepare_at_first_state
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.plan import Plan
 from accelerate_lshdp.trainer import install
 
 
-# As early as a script can: the state of accelerate that TrainingArguments make depends on it.
-prepare_environment()
+prepare_at_first_state()  # the one that TrainingArguments make
 
 
 class LSHDPCallback(TrainerCallback):

@@ -30,21 +30,15 @@ def correct_trainer() -> None:
     """Corrects `transformers.Trainer`, once.
 
     Raises:
-        RuntimeError: this version of transformers has no such methods.
+        AttributeError: this version of transformers has no such methods.
     """
-    if getattr(Trainer, "_corrected_for_lshdp", False):
-        return
     corrections = {function.__name__: function for function in (*_CORRECTIONS, *checkpoints.CORRECTIONS)}
     missing = [name for name in corrections if not hasattr(Trainer, name)]
     if missing:
-        raise RuntimeError(
-            f"found no {', '.join(missing)} in the Trainer of the installed transformers, expected it as in 5.23; "
-            "install that version"
-        )
+        raise AttributeError(f"found no {', '.join(missing)}")
     for name, correction in corrections.items():
         setattr(Trainer, name, _corrected(getattr(Trainer, name), correction))
     trainer.skip_first_batches = functools.partial(checkpoints.skip_first_batches, trainer.skip_first_batches)
-    Trainer._corrected_for_lshdp = True
 
 
 def _corrected(original: Callable[..., Any], correction: Callable[..., Any]) -> Callable[..., Any]:

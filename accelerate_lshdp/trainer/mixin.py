@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer, trainer
 
 from accelerate_lshdp.accelerator import LSHDPAccelerator
-from accelerate_lshdp.backend import join_launched_ranks, prepare_environment
+from accelerate_lshdp.backend import join_launched_ranks, prepare_at_first_state, prepare_environment
 from accelerate_lshdp.plan import Plan
 
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# As early as a script can: the state of accelerate that TrainingArguments make depends on it.
-prepare_environment()
+prepare_at_first_state()  # the one that TrainingArguments make
 
 
 class LSHDPTrainerMixin(_Base):
