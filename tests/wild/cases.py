@@ -16,6 +16,8 @@ class Case:
         cut: samples of each rank in a global batch. Their sum is the script's own batch size times the ranks.
         samples: rows of the training split (0: all), for scripts that cannot be told.
         environment: variables that the user of such a script would set.
+        intra_node: of the plan; scripts that change parameters themselves need ``collectives``.
+        refusal: what the error of every rank says, where LSHDP refuses what the script does.
         random: why parameters cannot be compared, if so.
         name: tells calls of one script apart.
     """
@@ -25,6 +27,8 @@ class Case:
     cut: tuple[int, ...] = (3, 1)
     samples: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    intra_node: str = "auto"
+    refusal: str = ""
     random: str = ""
     name: str = ""
 
@@ -77,15 +81,16 @@ def _examples() -> list[Case]:
         text(f"{FEATURES}/checkpointing.py", "--checkpointing_steps 2 --output_dir {out}"),
         text(f"{FEATURES}/cross_validation.py", "--num_folds 2"),
         text(f"{FEATURES}/ddp_comm_hook.py"),
-        text(f"{FEATURES}/ddp_comm_hook.py", "--ddp_comm_hook bf16", name="bf16"),
+        text(f"{FEATURES}/ddp_comm_hook.py", "--ddp_comm_hook bf16", refusal="comm_hook", name="bf16"),
         text(f"{FEATURES}/early_stopping.py"),
         text(f"{FEATURES}/gradient_accumulation.py", "--gradient_accumulation_steps 2"),
         Case(f"{FEATURES}/gradient_accumulation_for_autoregressive_models.py", "--gradient_accumulation_steps 2"),
-        text(f"{FEATURES}/local_sgd.py", "--local_sgd_steps 2"),
+        text(f"{FEATURES}/local_sgd.py", "--local_sgd_steps 2", refusal="LocalSGD"),
         text(f"{FEATURES}/memory.py"),
         text(f"{FEATURES}/multi_process_metrics.py"),
         text(f"{FEATURES}/profiler.py"),
-        text(f"{FEATURES}/schedule_free.py"),
+        text(f"{FEATURES}/schedule_free.py", refusal="intra_node"),
+        text(f"{FEATURES}/schedule_free.py", intra_node="collectives", name="collectives"),
         text(f"{FEATURES}/tracking.py", "--with_tracking --project_dir {out}"),
     ]
 

@@ -18,11 +18,19 @@ RATE_TOLERANCE = 1e-12
 
 @dataclass
 class Outcome:
-    """What one run left: a recording a rank, or why it failed."""
+    """What one run left: a recording a rank, and why ranks failed (an empty text for one that did not)."""
 
     record: Path
     ranks: int
-    failure: str
+    failures: tuple[str, ...]
+
+    @property
+    def failure(self) -> str:
+        """The reason of the first rank that failed by itself, not because another one was gone."""
+        told = sorted(
+            filter(None, self.failures), key=lambda failure: "Connection" in failure or "Communication" in failure
+        )
+        return told[0] if told else ""
 
     def rates(self, rank: int = 0) -> list[list[float]]:
         file = self.record / f"rates-{rank}.json"
@@ -66,6 +74,9 @@ def compare(case: Case, plain: Outcome, ours: Outcome | None, one: Outcome | Non
         return row
     wanted = plain.rates()
     row.plain_steps = len(wanted)
+    if case.refusal and all(case.refusal in failure and "Error" in failure for failure in ours.failures):
+        row.verdict, row.is_good = f"refused on all ranks: {ours.failure}", True
+        return row
     if ours.failure:
         row.verdict = f"fails: {ours.failure}"
         return row

@@ -23,7 +23,9 @@ def answer_data_sets() -> None:
         if kwargs.get("data_files") or Path(path).exists():
             kwargs.pop("trust_remote_code", None)
             return load(path, name, *args, split=split, **kwargs)
-        folder = Path(os.environ["WILD_HUB"]) / "data" / "--".join([path.replace("/", "--"), *([name] if name else [])])
+        folder = (
+            Path(os.environ["WILD_HUB"]) / "data" / "--".join([path.replace("/", "--"), *([name] if name else [])])
+        )
         if not folder.is_dir():
             raise FileNotFoundError(f"the suite has no data set {path!r} {name!r}; add it to tiny_data.py")
         wanted = int(os.environ.get("WILD_SAMPLES", "0"))

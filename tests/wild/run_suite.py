@@ -68,14 +68,15 @@ def run_case(case: Case, arguments: argparse.Namespace, work: Path, environment:
     folder.mkdir(parents=True, exist_ok=True)
     ranks = len(case.cut)
     cut, whole = folder / "cut.json", folder / "whole.json"
-    Plan.from_batch_sizes(list(case.cut), strategy=arguments.strategy).save(cut)
-    Plan.from_batch_sizes([sum(case.cut)], strategy=arguments.strategy).save(whole)
+    options = {"strategy": arguments.strategy, "intra_node": case.intra_node}
+    Plan.from_batch_sizes(case.cut, **options).save(cut)
+    Plan.from_batch_sizes([sum(case.cut)], **options).save(whole)
     shim = ["-m", "accelerate_lshdp.run", "--plan"]
 
     def run(name: str, prefix: list[str], count: int, extra: dict[str, str]) -> Outcome:
         return _run(case, arguments, folder / name, prefix, count, {**environment, **extra})
 
-    done = Outcome(folder / "plain" / "record", ranks, "")
+    done = Outcome(folder / "plain" / "record", ranks, ("",) * ranks)
     plain = done if arguments.reuse_plain and done.rates() else run("plain", [], ranks, {})
     if plain.failure:
         return compare(case, plain, None, None)
@@ -105,13 +106,12 @@ def _run(
         result = launch(command, ranks, env=changes, cwd=folder, timeout=arguments.timeout)
     except AssertionError as error:  # it had not ended in time; the message holds the stacks
         (folder / "log").write_text(str(error))
-        return Outcome(record, ranks, f"had not ended after {arguments.timeout:g} s")
+        late = f"had not ended after {arguments.timeout:g} s: {_last_error(str(error))}"
+        return Outcome(record, ranks, (late,) * ranks)
     log = [f"--- rank {i}: {p.returncode}\n{p.stdout}\n{p.stderr}" for i, p in enumerate(result.processes)]
     (folder / "log").write_text("\n".join(log))
-    failed = next((p for p in result.processes if p.returncode), None)
-    if failed is None:
-        return Outcome(record, ranks, "")
-    return Outcome(record, ranks, f"exit code {failed.returncode}: {_last_error(failed.stderr)}")
+    codes = [(process.returncode, _last_error(process.stderr)) for process in result.processes]
+    return Outcome(record, ranks, tuple(f"exit code {code}: {error}" if code else "" for code, error in codes))
 
 
 def _last_error(stderr: str) -> str:

@@ -119,9 +119,7 @@ def word_tokenizer() -> Any:
     )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=128, model_input_names=inputs, **names
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, model_input_names=inputs, **names)
 
 
 def piece_tokenizer() -> Any:
