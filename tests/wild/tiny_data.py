@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-ROWS = {"train": 200, "validation": 12, "test": 12}
+ROWS = {"train": 600, "validation": 12, "test": 12}
 NER_LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 
 
