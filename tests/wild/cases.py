@@ -15,6 +15,7 @@ class Case:
         arguments: ``{out}`` stands for a fresh folder, ``{pets}`` for a folder of images.
         cut: samples of each rank in a global batch. Their sum is the script's own batch size times the ranks.
         samples: rows of the training split (0: all), for scripts that cannot be told.
+        whole: what one process, which has the whole global batch, is given in addition.
         environment: variables that the user of such a script would set.
         intra_node: of the plan; scripts that change parameters themselves need ``collectives``.
         refusal: what the error of every rank says, where LSHDP refuses what the script does.
@@ -26,6 +27,7 @@ class Case:
     arguments: str = ""
     cut: tuple[int, ...] = (3, 1)
     samples: int = 0
+    whole: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     intra_node: str = "auto"
     refusal: str = ""
@@ -84,7 +86,13 @@ def _examples() -> list[Case]:
         text(f"{FEATURES}/ddp_comm_hook.py", "--ddp_comm_hook bf16", refusal="comm_hook", name="bf16"),
         text(f"{FEATURES}/early_stopping.py"),
         text(f"{FEATURES}/gradient_accumulation.py", "--gradient_accumulation_steps 2"),
-        Case(f"{FEATURES}/gradient_accumulation_for_autoregressive_models.py", "--gradient_accumulation_steps 2"),
+        # It asks a loader that does not shuffle for its length while the model is in eval mode, so both lengths
+        # must be the same.
+        Case(
+            f"{FEATURES}/gradient_accumulation_for_autoregressive_models.py",
+            "--gradient_accumulation_steps 2",
+            whole="--per_device_batch_size 4",
+        ),
         text(f"{FEATURES}/local_sgd.py", "--local_sgd_steps 2", refusal="LocalSGD"),
         text(f"{FEATURES}/memory.py"),
         text(f"{FEATURES}/multi_process_metrics.py"),

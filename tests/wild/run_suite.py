@@ -19,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from cases import CASES, LEFT_OUT, Case  # noqa: E402
 from comparison import Outcome, Row, compare, write_table  # noqa: E402
+from forked_launches import ForkServer  # noqa: E402
 from launching import launch  # noqa: E402
 
 
@@ -47,21 +50,27 @@ def main() -> int:
         command = [sys.executable, str(HERE / "build_hub.py"), str(hub), arguments.dtype, str(PETS)]
         subprocess.run(command, env={**os.environ, **environment}, check=True, capture_output=True)
         (hub / "complete").touch()
+    server = None if arguments.fresh else ForkServer(environment)
+    start = launch if server is None else server.launch
     rows: list[Row] = []
     for case in CASES:
         if re.search(arguments.only, case.title) is None:
             continue
         started = time.monotonic()
-        row = run_case(case, arguments, work, environment)
+        row = run_case(case, arguments, work, environment, start)
         rows.append(row)
         print(f"{row.line()}  [{time.monotonic() - started:.0f} s]", flush=True)
+    if server is not None:
+        server.close()
     write_table(Path(arguments.table), rows, LEFT_OUT, arguments)
     print(f"table: {arguments.table}; logs: {work}")
     return int(any(not row.is_good for row in rows))
 
 
-def run_case(case: Case, arguments: argparse.Namespace, work: Path, environment: dict[str, str]) -> Row:
-    """The three runs of a script and their comparison."""
+def run_case(
+    case: Case, arguments: argparse.Namespace, work: Path, environment: dict[str, str], start: Callable[..., Any]
+) -> Row:
+    """The three runs of a script and their comparison. ``start`` is `launching.launch` or a fork server's."""
     from accelerate_lshdp import Plan
 
     folder = work / "runs" / re.sub(r"[^A-Za-z0-9]+", "-", case.title)
@@ -74,10 +83,10 @@ def run_case(case: Case, arguments: argparse.Namespace, work: Path, environment:
     shim = ["-m", "accelerate_lshdp.run", "--plan"]
 
     def run(name: str, prefix: list[str], count: int, extra: dict[str, str]) -> Outcome:
-        return _run(case, arguments, folder / name, prefix, count, {**environment, **extra})
+        return _run(case, arguments, folder / name, prefix, count, {**environment, **extra}, start)
 
     done = Outcome(folder / "plain" / "record", ranks, ("",) * ranks)
-    plain = done if arguments.reuse_plain and done.rates() else run("plain", [], ranks, {})
+    plain = done if arguments.reuse_plain and done.rates() else run("plain", [], ranks, {"WILD_PLAIN": "1"})
     if plain.failure:
         return compare(case, plain, None, None)
     ours = run("ours", [*shim, str(cut)], ranks, {})
@@ -94,16 +103,18 @@ def _run(
     prefix: list[str],
     ranks: int,
     environment: dict[str, str],
+    start: Callable[..., Any],
 ) -> Outcome:
     shutil.rmtree(folder, ignore_errors=True)
     record, out = folder / "record", folder / "out"
     record.mkdir(parents=True)
     values = {"out": str(out), "pets": str(Path(environment["WILD_HUB"]) / "pets")}
     script = Path(arguments.sources).resolve() / case.source
-    command = [*prefix, str(script), *(word.format(**values) for word in shlex.split(case.arguments))]
+    text = case.arguments + (f" {case.whole}" if ranks == 1 else "")
+    command = [*prefix, str(script), *(word.format(**values) for word in shlex.split(text))]
     changes = {**environment, **case.environment, "WILD_RECORD": str(record), "WILD_SAMPLES": str(case.samples)}
     try:
-        result = launch(command, ranks, env=changes, cwd=folder, timeout=arguments.timeout)
+        result = start(command, ranks, env=changes, cwd=folder, timeout=arguments.timeout)
     except AssertionError as error:  # it had not ended in time; the message holds the stacks
         (folder / "log").write_text(str(error))
         late = f"had not ended after {arguments.timeout:g} s: {_last_error(str(error))}"
@@ -129,6 +140,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--strategy", default="lsdp")
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"], help="of the models")
     parser.add_argument("--timeout", type=float, default=240.0, metavar="SECONDS", help="for one run")
+    parser.add_argument("--fresh", action="store_true", help="start each process anew, not as a fork: slower")
     parser.add_argument("--reuse-plain", action="store_true", help="keep what plain accelerate did in --work before")
     parser.add_argument("--work", metavar="FOLDER", help="for logs, models and data; default: a fresh one")
     parser.add_argument("--table", default="wild.md", metavar="FILE")

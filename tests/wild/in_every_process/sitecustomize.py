@@ -13,7 +13,8 @@ from pathlib import Path
 
 
 if os.environ.get("WILD_HUB"):
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    folder = Path(__file__).resolve().parent.parent
+    sys.path += [str(folder), str(folder.parent)]
 
     from import_hooks import after_import
 
@@ -21,6 +22,11 @@ if os.environ.get("WILD_HUB"):
         import hub_stand_in
 
         getattr(hub_stand_in, what)()
+
+    def _end_quietly() -> None:
+        import quiet_end
+
+        quiet_end.install()
 
     def _record() -> None:
         import recorder
@@ -33,3 +39,5 @@ if os.environ.get("WILD_HUB"):
     after_import("torch", lambda: _answer("declare_image_operators"))
     if os.environ.get("WILD_RECORD"):
         after_import("torch.optim", _record)
+    if os.environ.get("WILD_PLAIN"):
+        after_import("torch.nn.parallel", _end_quietly)
