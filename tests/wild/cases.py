@@ -115,6 +115,8 @@ def _transformers() -> list[Case]:
     )
     tagged = f"{_BERT} --dataset_name eriktks/conll2003"
     asked = f"{_BERT} --dataset_name rajpurkar/squad --max_seq_length 96 --doc_stride 32"
+    columns = "--context_column context --question_column question --answer_column answers"
+    spoken = f"--dataset_name rajpurkar/squad {columns} --max_seq_length 96"
     wiki = "--dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1"
     causal, masked = f"--model_name_or_path openai-community/gpt2 {wiki} --block_size 16", f"{_BERT} {wiki}"
     wmt = "--dataset_name wmt/wmt16 --dataset_config_name ro-en --source_lang en --target_lang ro"
@@ -135,6 +137,7 @@ def _transformers() -> list[Case]:
         trainer(f"{text}/run_glue.py", glue),
         trainer(f"{text}/run_glue.py", f"{glue} {accumulating}", name="accumulation"),
         trainer(f"{text}/run_classification.py", classes),
+        trainer(f"{text}/run_xnli.py", f"{_BERT} --language en"),
         loop(f"{text}/run_glue_no_trainer.py", glue),
         loop(f"{text}/run_glue_no_trainer.py", f"{glue} {accumulating}", name="accumulation"),
         loop(f"{text}/run_glue_no_trainer.py", f"{glue} --num_warmup_steps 3", name="warm-up"),
@@ -144,6 +147,7 @@ def _transformers() -> list[Case]:
         # The model's softmax over positions runs over padding too: the loss of a sample depends on what it is
         # batched with, unless all batches are padded alike, as run_qa.py does by itself.
         loop(f"{answers}/run_qa_no_trainer.py", f"{asked} --pad_to_max_length", samples=8),
+        trainer(f"{answers}/run_seq2seq_qa.py", f"{t5} {spoken}"),
         trainer(f"{choice}/run_swag.py", _BERT),
         loop(f"{choice}/run_swag_no_trainer.py", f"{_BERT} --dataset_name allenai/swag --dataset_config_name regular"),
         trainer(f"{language}/run_clm.py", causal),
@@ -186,6 +190,8 @@ LEFT_OUT = {
     f"{EXAMPLES}/inference": "trains nothing",
     f"{EXAMPLES}/finetune_lm_tpu.py": "needs a TPU",
     f"{EXAMPLES}/multigpu_remote_launcher.py": "starts other machines",
+    f"{TRANSFORMERS}/question-answering/run_qa_beam_search.py": "needs XLNet's own tokenizer",
+    f"{TRANSFORMERS}/question-answering/run_qa_beam_search_no_trainer.py": "needs XLNet's own tokenizer",
     f"{TRANSFORMERS}/3d_parallel_checks.py": ANOTHER_ENGINE + "tensor parallelism",
     f"{TRANSFORMERS}/context_parallel.py": ANOTHER_ENGINE + "context parallelism",
 }

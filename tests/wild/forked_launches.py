@@ -115,7 +115,9 @@ def become(rank: int, environment: dict[str, str], cwd: Path) -> None:
     os.chdir(cwd)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         path = "/dev/null" if name == "stdin" else f"{name}-{rank}"
-        os.dup2(os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.dup2(
+            os.open(path, os.O_RDONLY if name == "stdin" else os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number
+        )
     import recorder
 
     recorder.install()
