@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from launching import TESTS
 from test_commands_plan import a_profile
 
 from accelerate_lshdp import Plan
-from accelerate_lshdp.commands.main import main
+from accelerate_lshdp.commands.main import main, make_parser
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning.memory import ModelCounts
 
@@ -52,6 +53,13 @@ CASES = {
     "bench": 300,
     "launch": 350,
 }
+
+
+#: Each kind is several tests, so that none of them is long.
+PARTS = 5
+
+#: Made anew by every command, which takes longer than to read a small file.
+_parser = functools.cache(make_parser)
 
 
 class _ReadWell(Exception):
@@ -103,6 +111,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredModel(
         "a model", ModelCounts(10**8, 10**8, (9 * 10**6,) * 10), ((3000, 3000),) * 10, 5e7, 0, 6e10
     )
+    monkeypatch.setattr("accelerate_lshdp.commands.main.make_parser", _parser)
     monkeypatch.setattr("accelerate_lshdp.commands.launch._accelerate_launch", stop)
     monkeypatch.setattr("accelerate_lshdp.benchmarking.results.run_benchmark", stop)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_measurement.measure_config", lambda *_, **__: measured)
@@ -129,9 +138,10 @@ def what_went_wrong(words: list[str], file: Path, errors: Callable[[], str]) -> 
     return None
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", CASES)
 def test_a_damaged_file_is_read_or_refused_in_one_line(
-    kind: str, tmp_path: Path, no_work: None, capsys: pytest.CaptureFixture[str]
+    kind: str, part: int, tmp_path: Path, no_work: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document, write = document_of(kind, tmp_path)
     file = tmp_path / ("damaged.json" if write is json_text else "damaged.yaml")
@@ -139,10 +149,10 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(
     capsys.readouterr()
     assert what_went_wrong(words_of(kind, file), file, lambda: capsys.readouterr().err) is None
     broken = []
-    for case in range(CASES[kind]):
+    for case in range(part, CASES[kind], PARTS):
         file.write_bytes(mutate(document, write, f"{kind} {case}"))
         capsys.readouterr()
         found = what_went_wrong(words_of(kind, file), file, lambda: capsys.readouterr().err)
         if found is not None:
             broken.append(f"case {case}: {found}\n--- file:\n{file.read_bytes()[:1500]!r}\n")
-    assert not broken, f"{len(broken)} of {CASES[kind]}:\n" + "\n".join(broken[:4])
+    assert not broken, f"{len(broken)} of {CASES[kind] // PARTS}:\n" + "\n".join(broken[:4])

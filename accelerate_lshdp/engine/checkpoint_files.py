@@ -100,6 +100,8 @@ def write_file(path: Path, data: bytes) -> WrittenFile:
 
 def check_replaceable(final: Path) -> None:
     """Raises FileExistsError if a save to `final` would replace something that is no checkpoint."""
+    if changed_at(final) is None:
+        return
     if final.is_dir():
         if entries(final) and not holds_file(final / MANIFEST):
             raise FileExistsError(
