@@ -14,7 +14,7 @@ from accelerate_lshdp.engine.collectives import WaitClock
 
 def without_shards(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP2 cannot shard; it has to ignore them."""
-    return [parameter for parameter in module.parameters() if parameter.ndim == 0 or parameter.numel() == 0]
+    return [parameter for parameter in module.parameters() if _cannot_be_cut(parameter)]
 
 
 class PlainParameters:
@@ -73,5 +73,11 @@ class PlainParameters:
 def step_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     """Keeps an optimizer from stepping sharded and whole parameters of a group together, which torch cannot."""
     for group in optimizer.param_groups:
-        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+        sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
+        # Others may still become sharded, when their model is prepared.
+        if sharded and any(_cannot_be_cut(p) for p in group["params"] if not isinstance(p, DTensor)):
             group.update({name: False for name in ("foreach", "fused") if name in group})
+
+
+def _cannot_be_cut(parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 0 or parameter.numel() == 0

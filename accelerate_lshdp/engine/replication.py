@@ -72,7 +72,7 @@ class ReplicatedModel(PreparedModel):
         return self._parameters
 
     def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        device = self._parameters[0].device
+        device = next(self.module.parameters()).device
         return would_stay(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
     def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
