@@ -14,8 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -24,6 +23,7 @@ from torch import nn
 from accelerate_lshdp.data_tokens import LabelCounter, LabelCounts, integer_labels
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.loss_parts import Composition
+from accelerate_lshdp.loss_seen import SeenLoss, fitting_kinds, is_own
 from accelerate_lshdp.loss_values import CrossEntropies, Forward, cross_entropies
 from accelerate_lshdp.weighting import LossWeighting, loss_share
 
@@ -38,16 +38,6 @@ logger = get_logger(__name__)
 _MOST_TRIALS = 10
 #: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
 _MOST_LOSSES = 3
-#: Relative difference of losses that are taken for equal: both are computed from the same logits, in fp32 or better.
-_EQUAL, _EQUAL_IN_LOW_PRECISION = 1e-5, 1e-2
-#: The compositions of `CrossEntropies`, in its order.
-_KINDS = (
-    Composition.LABELS,
-    Composition.SHIFTED_LABELS,
-    Composition.SAMPLES,
-    Composition.SUM,
-    Composition.SUM,
-)
 _KINDS_OF_CLASSES = (Composition.SAMPLES, Composition.LABELS, Composition.SHIFTED_LABELS)
 _MEAN_OVER_SAMPLES = (
     "ForSequenceClassification",
@@ -56,54 +46,6 @@ _MEAN_OVER_SAMPLES = (
     "ForAudioClassification",
     "ForQuestionAnswering",
 )
-
-
-class _Seen(NamedTuple):
-    """What one rank sees of a loss."""
-
-    loss: float
-    own: float
-    """The model's own loss without its auxiliary part, if the loss was made of it; else NaN."""
-    multiple: float
-    """By which the model's own loss was multiplied."""
-    items: float
-    """By which the model was told to divide."""
-    kind_of_class: float
-    """What the model's class says: an index, -1 if it says nothing."""
-    has_auxiliary: float
-    low_precision: float
-    dimensions: float
-    """Of the labels."""
-    looked: float
-    """Whether it has looked at a forward."""
-    given: float
-    """Whether the model was given other labels than the batch has."""
-    counted: float
-    """Whether all micro-batches that count together have labels that can be counted."""
-    even: float
-    """Whether these have as many labels a sample, each."""
-    samples: float
-    labels: float
-    shifted: float
-    ignored: float
-    values: CrossEntropies
-
-    @classmethod
-    def width(cls) -> int:
-        return len(cls._fields) - 1 + len(CrossEntropies._fields)
-
-    def as_row(self) -> list[float]:
-        return [float(value) for value in (*self[:-1], *self.values)]
-
-    @classmethod
-    def from_row(cls, row: list[float]) -> _Seen:
-        fields = len(cls._fields) - 1
-        return cls(*row[:fields], CrossEntropies(*row[fields:]))
-
-    @property
-    def tells(self) -> bool:
-        """Whether its loss is a number that can be compared; that of a batch without labels is none."""
-        return math.isfinite(self.loss) and self.loss != 0
 
 
 class LossFinder:
@@ -233,7 +175,7 @@ class LossFinder:
                 "this one counts. Put the labels that the model is given into the batches (in the collator), or use "
                 "a plan without accumulation"
             )
-        if kind is Composition.UNKNOWN and not _is_own(everyone):
+        if kind is Composition.UNKNOWN and not is_own(everyone):
             self._refuse_uneven_labels(everyone)
 
     def _own(self, place: MicroBatchPlace) -> LabelCounts:
@@ -242,7 +184,7 @@ class LossFinder:
             return self._given[1]
         return place.labels.own
 
-    def _see(self, place: MicroBatchPlace, loss: torch.Tensor, values: bool) -> _Seen:
+    def _see(self, place: MicroBatchPlace, loss: torch.Tensor, values: bool) -> SeenLoss:
         forward, of_batch = self._forward or Forward(None), place.labels
         labels = of_batch.values if of_batch is not None else None
         together = of_batch.together if of_batch is not None else ()
@@ -256,12 +198,13 @@ class LossFinder:
                 together = (own,) if alone else ()
                 self._given = place, own
         total = sum(together, LabelCounts())
-        number = loss.double().item() if loss.numel() == 1 else math.nan
-        multiple = forward.multiple(loss)
+        number = multiple = math.nan
         computed = CrossEntropies()
-        if values and forward.logits is not None and labels is not None and math.isfinite(number):
-            computed = cross_entropies(forward.logits, labels)
-        return _Seen(
+        if values and loss.numel() == 1:  # else nothing is compared, and no device has to be waited for
+            number, multiple = loss.double().item(), forward.multiple(loss)
+            if forward.logits is not None and labels is not None and math.isfinite(number):
+                computed = _compared(forward.logits, labels)
+        return SeenLoss(
             loss=number,
             own=math.nan if math.isnan(multiple) else forward.loss.double().item() - forward.auxiliary,
             multiple=multiple,
@@ -281,16 +224,16 @@ class LossFinder:
             values=computed,
         )
 
-    def _tell(self, seen: _Seen) -> list[_Seen]:
-        rows = torch.zeros(self._exchange.world_size, _Seen.width(), dtype=torch.float64)
+    def _tell(self, seen: SeenLoss) -> list[SeenLoss]:
+        rows = torch.zeros(self._exchange.world_size, SeenLoss.width(), dtype=torch.float64)
         rows[self._exchange.rank] = torch.tensor(seen.as_row(), dtype=torch.float64)
-        return [_Seen.from_row(row) for row in self._exchange.sum(rows).tolist()]
+        return [SeenLoss.from_row(row) for row in self._exchange.sum(rows).tolist()]
 
     # What it is
 
-    def _find(self, name: str, everyone: list[_Seen], place: MicroBatchPlace) -> Composition:
+    def _find(self, name: str, everyone: list[SeenLoss], place: MicroBatchPlace) -> Composition:
         """What the loss is, the same on all ranks; settled once it is clear."""
-        fitting = _fitting(everyone, {1.0, 1.0 / place.accumulation_steps})
+        fitting = fitting_kinds(everyone, {1.0, 1.0 / place.accumulation_steps})
         of_class = _KINDS_OF_CLASSES[int(everyone[0].kind_of_class)] if everyone[0].kind_of_class >= 0 else None
         telling = [seen for seen in everyone if seen.tells]
         order = [Composition.LABELS, Composition.SHIFTED_LABELS, Composition.SAMPLES, Composition.SUM]
@@ -305,7 +248,7 @@ class LossFinder:
             preferred = of_class if of_class in order else Composition.LABELS
         order.sort(key=lambda kind: kind is not preferred)
         kind = next((kind for kind in order if kind in fitting), Composition.UNKNOWN)
-        by_class = kind is Composition.UNKNOWN and (self._counter.of_steps or _is_own(everyone))
+        by_class = kind is Composition.UNKNOWN and (self._counter.of_steps or is_own(everyone))
         if by_class or not telling:
             kind = preferred or Composition.UNKNOWN
         if not telling and name in self._likeliest:
@@ -317,10 +260,11 @@ class LossFinder:
         self._settle(name, kind, everyone, by_class, self._sizes_change or _has_unequal_sizes(place))
         return kind
 
-    def _settle(self, name: str, kind: Composition, everyone: list[_Seen], by_class: bool, unequal: bool) -> None:
+    def _settle(self, name: str, kind: Composition, everyone: list[SeenLoss], by_class: bool, unequal: bool) -> None:
         counted = all(seen.counted for seen in everyone)
         # An unknown loss is watched: labels of which ranks have different shares show only later.
-        counts = counted and (kind.by_labels or (kind is Composition.UNKNOWN and everyone[0].dimensions > 1))
+        watched = kind is Composition.UNKNOWN and everyone[0].dimensions > 1 and not is_own(everyone)
+        counts = counted and (kind.by_labels or watched)
         given = any(seen.given for seen in everyone)
         self._findings[name] = {"composition": kind.name, "counts": counts, "given": given}
         if not any(found["counts"] for found in self._findings.values()):
@@ -342,7 +286,7 @@ class LossFinder:
                 "the rest, so it is not exactly that of one process"
             )
 
-    def _refuse_uneven_labels(self, everyone: list[_Seen]) -> None:
+    def _refuse_uneven_labels(self, everyone: list[SeenLoss]) -> None:
         if not all(seen.counted for seen in everyone) or not any(seen.ignored for seen in everyone):
             return
         shares = {seen.labels / seen.samples for seen in everyone if seen.samples}
@@ -356,9 +300,18 @@ class LossFinder:
             )
 
 
+def _compared(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropies:
+    """`cross_entropies`, or nothing where they cannot be computed: other ranks wait for what this one sees."""
+    try:
+        return cross_entropies(logits, labels)
+    except Exception as error:
+        logger.warning_once(f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}")
+        return CrossEntropies()
+
+
 def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a forward by their names, as far as they have some."""
-    names = [name for name in inspect.signature(type(model).forward).parameters if name != "self"] if args else []
+    names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -376,55 +329,6 @@ def _count(kind: Composition, counts: LabelCounts) -> int:
 
 def _labels_a_sample(counts: LabelCounts) -> float:
     return counts.labels / counts.samples
-
-
-def _fitting(everyone: list[_Seen], factors: Iterable[float]) -> set[Composition]:
-    """What the loss may be by its values: the same mean or sum, or the same multiple of it, on all ranks.
-
-    Args:
-        everyone: what each rank sees.
-        factors: what scripts multiply a mean with that stays one.
-    """
-    telling = [seen for seen in everyone if seen.tells]
-    tolerance = _tolerance(telling)
-    own = _is_own(everyone)
-    fitting: set[Composition] = set()
-    for index, kind in enumerate(_KINDS):
-        values = [seen.values[index] for seen in telling]
-        if not values or not all(map(math.isfinite, values)) or 0.0 in values:
-            continue
-        losses = [seen.own if own else seen.loss for seen in telling]
-        multiples = [loss / value for loss, value in zip(losses, values, strict=True)]
-        if not _equal(multiples, multiples[0], tolerance):
-            continue
-        if any(_equal(multiples, factor, tolerance) for factor in (factors if not own else (1.0,))):
-            fitting.add(kind)
-        elif kind is Composition.SUM and _is_divided(telling, multiples, own, tolerance):
-            fitting.add(Composition.GLOBAL)
-        elif kind is not Composition.SUM and not own and len(telling) > 1:
-            fitting.add(kind)
-    return fitting
-
-
-def _is_divided(telling: list[_Seen], multiples: list[float], own: bool, tolerance: float) -> bool:
-    """Whether a sum is divided by a number that is the same on all ranks."""
-    if own:
-        return _equal([seen.items * multiple for seen, multiple in zip(telling, multiples, strict=True)], 1, tolerance)
-    return len(telling) > 1  # one rank's loss is some multiple of anything
-
-
-def _is_own(everyone: list[_Seen]) -> bool:
-    """Whether the loss is the model's own, or the same multiple of it on all ranks."""
-    multiples = [seen.multiple for seen in everyone if seen.tells]
-    return bool(multiples) and _equal(multiples, multiples[0], _tolerance(everyone))
-
-
-def _tolerance(everyone: list[_Seen]) -> float:
-    return _EQUAL_IN_LOW_PRECISION if any(seen.low_precision for seen in everyone) else _EQUAL
-
-
-def _equal(values: list[float], expected: float, tolerance: float) -> bool:
-    return all(abs(value - expected) <= tolerance * abs(expected) for value in values)  # NaN equals nothing
 
 
 def _kind_of_class(model: nn.Module, labels: torch.Tensor | None) -> int:

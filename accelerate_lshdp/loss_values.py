@@ -96,7 +96,7 @@ class Forward(NamedTuple):
     @classmethod
     def of(cls, model: Any, labels: torch.Tensor | None, items: Any, output: Any) -> Forward:
         """Of what a model was given and returned; what it means is found out later."""
-        items = math.nan if items is None else float(items)
+        items = _number(items)
         if torch.is_tensor(output):
             return cls(labels, items, output.detach())
         logits, loss = _entry(output, "logits"), _entry(output, "loss")
@@ -105,7 +105,8 @@ class Forward(NamedTuple):
             return cls(labels, items, logits)
         auxiliary = _entry(output, "aux_loss")
         factor = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
-        part = factor * auxiliary.item() if factor and auxiliary is not None and auxiliary.numel() == 1 else 0.0
+        part = _number(factor) * _number(auxiliary)
+        part = part if math.isfinite(part) else 0.0
         return cls(labels, items, logits, loss.detach(), loss.grad_fn, part)
 
     def multiple(self, loss: torch.Tensor) -> float:
@@ -128,6 +129,13 @@ def _leads_to(node: Node | None, origin: Node) -> bool:
             return False
         node = before[0]
     return node is origin
+
+
+def _number(value: Any) -> float:
+    """NaN for what is none."""
+    if torch.is_tensor(value):
+        return float(value) if value.numel() == 1 else math.nan
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _entry(output: Any, name: str) -> torch.Tensor | None:
