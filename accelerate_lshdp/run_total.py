@@ -82,11 +82,6 @@ class RunTotal:
         """Whether each loader has global batches of its own batch size x ranks, in the plan's proportions."""
         return self._said_by_script or self._checks_script
 
-    @property
-    def is_said_by_script(self) -> bool:
-        """Whether the plan leaves the total to the script."""
-        return self._said_by_script
-
     def leave_to_trainer(self) -> None:
         """A Trainer drives the accelerator, which asks for the plan's total before it computes anything from it."""
         if self._checks_script:

@@ -26,6 +26,19 @@ def test_a_handwritten_section_needs_the_total_only() -> None:
     assert "automatic batch sizes" in str(plan) and "64" in str(plan)
 
 
+def test_the_total_may_be_left_to_the_script(tmp_path) -> None:
+    plan = Plan.from_json('{"version": 1, "strategy": "lsdp", "automatic": {}}')
+    assert plan == Plan.auto() and plan.leaves_total_open and plan.total_batch_size is None
+    assert "its batch size x ranks" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    found = plan.with_total(Plan.from_batch_sizes([8, 8]).batch)
+    assert not found.leaves_total_open and found.total_batch_size == found.automatic.total == 16
+    assert Plan.from_dict(found.to_dict()) == found
+    with pytest.raises(PlanError, match="automatic.total"):
+        Plan.from_json('{"version": 1, "strategy": "lsdp", "automatic": {"total": null}}')
+
+
 def test_last_known_sizes_are_a_start() -> None:
     sizes = Plan.from_batch_sizes([11, 5])
     plan = Plan.from_dict({**sizes.to_dict(), "automatic": {"total": 16}})
