@@ -83,7 +83,7 @@ def _examples() -> list[Case]:
         text(f"{FEATURES}/checkpointing.py", "--checkpointing_steps 2 --output_dir {out}"),
         text(f"{FEATURES}/cross_validation.py", "--num_folds 2"),
         text(f"{FEATURES}/ddp_comm_hook.py"),
-        text(f"{FEATURES}/ddp_comm_hook.py", "--ddp_comm_hook bf16", refusal="comm_hook", name="bf16"),
+        text(f"{FEATURES}/ddp_comm_hook.py", "--ddp_comm_hook fp16", refusal="comm_hook", name="fp16"),
         text(f"{FEATURES}/early_stopping.py"),
         text(f"{FEATURES}/gradient_accumulation.py", "--gradient_accumulation_steps 2"),
         # It asks a loader that does not shuffle for its length while the model is in eval mode, so both lengths
@@ -121,10 +121,11 @@ def _transformers() -> list[Case]:
     causal, masked = f"--model_name_or_path openai-community/gpt2 {wiki} --block_size 16", f"{_BERT} {wiki}"
     wmt = "--dataset_name wmt/wmt16 --dataset_config_name ro-en --source_lang en --target_lang ro"
     t5 = "--model_name_or_path google-t5/t5-small"
-    marian = "--model_name_or_path Helsinki-NLP/opus-mt-en-ro"
+    marian = "--model_name_or_path Helsinki-NLP/opus-mt-en-ro --max_source_length 64 --max_target_length 64"
+    written = "--val_max_target_length 16"
     prefixed = f'{t5} {wmt} --source_prefix "translate English to Romanian: "'
     pictures = "--model_name_or_path google/vit-base-patch16-224-in21k --dataset_name ylecun/mnist"
-    pictures += " --label_column_name label"
+    pictures += " --label_column_name label --ignore_mismatched_sizes"
     accumulating = "--gradient_accumulation_steps 2"
 
     def loop(source: str, arguments: str, samples: int = 18, **rest: object) -> Case:
@@ -156,8 +157,8 @@ def _transformers() -> list[Case]:
         loop(f"{language}/run_mlm_no_trainer.py", f"{masked} --line_by_line True", random=MASKS),
         trainer(f"{translation}/run_translation.py", prefixed),
         trainer(f"{translation}/run_translation.py", f"{marian} {wmt}", name="Marian"),
-        loop(f"{translation}/run_translation_no_trainer.py", prefixed),
-        loop(f"{translation}/run_translation_no_trainer.py", f"{marian} {wmt}", name="Marian"),
+        loop(f"{translation}/run_translation_no_trainer.py", f"{prefixed} {written}"),
+        loop(f"{translation}/run_translation_no_trainer.py", f"{marian} {wmt} {written}", name="Marian"),
         trainer(f"{images}/run_image_classification.py", f"{pictures} --remove_unused_columns False", random=CROPS),
         loop(f"{images}/run_image_classification_no_trainer.py", pictures, random=CROPS),
     ]

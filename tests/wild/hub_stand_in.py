@@ -77,6 +77,14 @@ def answer_image_models() -> None:
     timm.create_model = timm.models.create_model = create_model
 
 
+def name_retired_device() -> None:
+    """Gives accelerate's list of devices back a name that scripts older than it compare with."""
+    from accelerate import DistributedType
+
+    if not hasattr(DistributedType, "TPU"):
+        DistributedType.TPU = "TPU"
+
+
 def declare_image_operators() -> None:
     """Declares the operators without which a torchvision built for another device cannot be imported.
 

@@ -33,6 +33,7 @@ if os.environ.get("WILD_HUB"):
 
         recorder.install()
 
+    after_import("accelerate", lambda: _answer("name_retired_device"))
     after_import("datasets", lambda: _answer("answer_data_sets"))
     after_import("evaluate", lambda: _answer("answer_metrics"))
     after_import("timm", lambda: _answer("answer_image_models"))
