@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, INSIDE_WINDOW, UNRECOGNISED
 from accelerate_lshdp.data_places import MicroBatchPlace
-from accelerate_lshdp.engine.node_reduction import NOT_IN_STEP
 from accelerate_lshdp.step_exchange import RankReport
 
 
@@ -25,6 +24,11 @@ PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, FAILED)
 _MODULUS = 2**48
 _MULTIPLIER = 0x5DEECE66D
 
+_NOT_IN_STEP = (
+    "A rank has left out, or repeated, a batch, a backward or an optimizer step that others have not: after an "
+    "exception that was caught, or a condition that holds on one rank only. Let all ranks do the same (ask what the "
+    "others found by accelerator.reduce), and go on from the last checkpoint"
+)
 _OTHER_SAMPLES = (
     "The order comes from something that ranks do differently, such as a generator that other code on them draws from "
     "as well: give the sampler a generator of its own, with a seed"
@@ -89,6 +93,6 @@ def require_same_step(reports: Sequence[RankReport]) -> None:
                 f"rank {rank} at global batch {batch} after {steps} optimizer steps"
                 for rank, (batch, steps, _) in enumerate(places)
             ),
-            NOT_IN_STEP,
+            _NOT_IN_STEP,
         )
     raise RuntimeError(f"the ranks are not in step in this backward: found {what}; expected the same on all. {why}")

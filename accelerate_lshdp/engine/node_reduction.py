@@ -35,13 +35,6 @@ _TOGETHER = (
 )
 
 
-NOT_IN_STEP = (
-    "A rank has left out, or repeated, a batch, a backward or an optimizer step that others have not: after an "
-    "exception that was caught, or a condition that holds on one rank only. Let all ranks do the same (ask what the "
-    "others found by accelerator.reduce), and go on from the last checkpoint"
-)
-
-
 @dataclass
 class SharedBucket:
     """Some gradients of a node.
@@ -263,34 +256,15 @@ class NodeReduction:
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout_seconds
-        elsewhere: int | None = None
         with self._changed:
             while not done():
-                before, elsewhere = elsewhere, self._rank_elsewhere()
                 problem = self._problem(what, time.monotonic() > deadline)
-                # Seen twice: who is elsewhere stays there, whereas numbers may arrive here in another order.
-                if problem is None and elsewhere is not None and elsewhere == before:
-                    problem = (
-                        f"the ranks of this node are not in step: this one waits for the others to {what}, but local "
-                        f"rank {elsewhere} is in another backward or optimizer step. {NOT_IN_STEP}"
-                    )
                 if problem is None:
                     self._changed.wait(timeout=_NAP_SECONDS)
                 elif not done():  # a rank may have done its part before it ended
                     kind = NodeMemoryError if self._error is None else RuntimeError
                     raise kind(problem) from self._error
         self._fence()
-
-    def _rank_elsewhere(self) -> int | None:
-        """A local rank that cannot come where this one waits, because it waits for this one elsewhere."""
-        table = self._table
-        # Of a rank that goes on in the meantime, first what it does later: else it would seem to have left that out.
-        begun_more = table.entered > self._backward
-        ahead = begun_more & (table.arrived < self._barriers)
-        stepped_more = table.arrived > self._barriers
-        behind = stepped_more & (table.entered < self._backward)
-        found = ahead | behind
-        return int(found.argmax()) if found.any() else None
 
     def _problem(self, what: str, late: bool) -> str | None:
         """Why there is nothing to wait for any more; None: there is."""
