@@ -110,6 +110,8 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
             for index, model in enumerate(models)
         ]
+        if objects.left_out:
+            document["left_out"] = sorted(objects.left_out)
         described = []
         for index, optimizer in enumerate(objects.optimizers):
             found, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")

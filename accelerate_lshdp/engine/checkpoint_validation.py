@@ -7,6 +7,7 @@ knows the run that loads: what is well formed, but of another model, is an error
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,8 +60,12 @@ class _Contents:
         SafetensorsReader(folder / _TENSORS[2])
         self.models: list[SafetensorsReader] = []
         self.aliases: list[Mapping[str, str]] = []
+        self.left_out: set[int] = set()  # models that hooks of the script have saved, of which nothing is known here
 
     def check(self, accepts: Accepts | None) -> None:
+        for index in _sequence(self.document.get("left_out", []), "left_out"):
+            _require(type(index) is int and index >= 0, "left_out", index, "the number of a model, counted from 0")
+            self.left_out.add(index)
         for index, saved in enumerate(_sequence(self.document["models"], "models")):
             self._check_model(index, saved)
         for index, saved in enumerate(_sequence(self.document["optimizers"], "optimizers")):
@@ -118,12 +123,15 @@ class _Contents:
         _require(isinstance(like, bool), place, like, "like_parameter to be true or false")
         if like:
             shape, expected = reader.entry(name).shape, self._shape(parameter, place)
-            _require(shape == expected, place, f"shape {list(shape)}", f"{list(expected)}, the parameter's")
+            _require(expected in (None, shape), place, f"shape {list(shape)}", f"{list(expected)}, the parameter's")
 
-    def _shape(self, name: object, place: str) -> tuple[int, ...]:
-        """Of the parameter that optimizers know as ``model_0.weight``."""
+    def _shape(self, name: object, place: str) -> tuple[int, ...] | None:
+        """Of the parameter that optimizers know as ``model_0.weight``; None if its model was left out."""
         if isinstance(name, str):
-            for index, (reader, aliases) in enumerate(zip(self.models, self.aliases, strict=True)):
+            if any(name.startswith(f"model_{index}.") for index in self.left_out):
+                return None
+            numbers = (number for number in itertools.count() if number not in self.left_out)
+            for index, reader, aliases in zip(numbers, self.models, self.aliases, strict=False):
                 plain = name.removeprefix(f"model_{index}.")
                 if plain != name and aliases.get(plain, plain) in reader.names:
                     return reader.entry(aliases.get(plain, plain)).shape
