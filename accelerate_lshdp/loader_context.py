@@ -90,6 +90,8 @@ class AcceleratorLoaderContext:
             self._accelerator._sizing.begin_pass(loader, self._accelerator._tracker.is_waiting)
 
     def end_pass(self, loader: Any) -> None:
+        if self._reference() is None:
+            return  # the pass of a loader that outlives its accelerator is closed
         self._accelerator._tracker.end_pass(loader)
         if loader.is_evaluating:
             return

@@ -158,8 +158,9 @@ class Stepping(_Base):
         if self._tracker.problem is not None and self.num_processes == 1:
             problem, self._tracker.problem = self._tracker.problem, None
             raise RuntimeError(f"accelerator.backward {problem}")
-        for prepared in self._prepared:
-            prepared.collective_begins()  # ranks may tell each other what the loss is
+        if self._losses is not None:
+            for prepared in self._prepared:
+                prepared.collective_begins()  # ranks may tell each other what the loss is
         self._last_share = self._share(place, loss)
         self._tracker.require_one_weight(self._losses is not None and self._losses.by_labels)
         weight = self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0)

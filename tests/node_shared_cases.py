@@ -55,7 +55,8 @@ def start(
     ``in_step``: as where one rank's threads can use all processors of the node.
     """
     accelerator = LSHDPAccelerator(
-        plan=Plan.from_batch_sizes(sizes, strategy="lsdp"), lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0002)
+        plan=Plan.from_batch_sizes(sizes, strategy="lsdp"),
+        lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0002, loss_weighting="sample"),
     )
     assert accelerator.policies.mechanism is Mechanism.NODE_SHARED and accelerator.policies.notice is None
     model = TwoHeads().double()
