@@ -123,7 +123,8 @@ class _Contents:
         _require(isinstance(like, bool), place, like, "like_parameter to be true or false")
         if like:
             shape, expected = reader.entry(name).shape, self._shape(parameter, place)
-            _require(expected in (None, shape), place, f"shape {list(shape)}", f"{list(expected)}, the parameter's")
+            if expected is not None:
+                _require(shape == expected, place, f"shape {list(shape)}", f"{list(expected)}, the parameter's")
 
     def _shape(self, name: object, place: str) -> tuple[int, ...] | None:
         """Of the parameter that optimizers know as ``model_0.weight``; None if its model was left out."""
