@@ -240,7 +240,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         if unused := ddp_options_without_effect([self.ddp_handler]):
             logger.warning(
                 f"DistributedDataParallelKwargs({', '.join(unused)}) has no effect: torch's DDP is not used. The size "
-                "of gradient buckets is LSDPPlugin(bucket_megabytes=...)"
+                f"of gradient buckets is {option_advice('bucket_megabytes')}"
             )
 
     def check_agreement(self, digest: str, what: str) -> None:

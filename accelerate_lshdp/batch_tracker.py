@@ -164,11 +164,6 @@ class BatchTracker:
 
     # What is asked about batches
 
-    @property
-    def waiting(self) -> list[MicroBatchPlace]:
-        """The places of the batches that were fetched and neither trained nor dropped, in order."""
-        return [batch.place for batch in self._untaken()]
-
     def is_waiting(self, loader: Any) -> bool:
         """Whether a batch that this loader yielded was not worked on yet."""
         return any(batch.loader() is loader for batch in self._untaken())

@@ -7,6 +7,8 @@ from dataclasses import fields
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
+from accelerate_lshdp.option_advice import option_advice
+
 
 #: Options that change what travels, with what chooses it here.
 _REFUSED = ("comm_hook", "comm_wrapper")
@@ -26,7 +28,7 @@ def refuse_ddp_options(handlers: list[object] | None) -> None:
             found = ", ".join(f"{name}={getattr(handler, name)}" for name in given)
             raise ValueError(
                 f"DistributedDataParallelKwargs({found}) is a hook of torch's DDP, which is not used here; choose how "
-                "gradients travel by communication_dtype ('bf16', 'int8' or 'powersgd') in the plan or in LSDPPlugin"
+                f"gradients travel (bf16, int8 or powersgd) by {option_advice('communication_dtype')}"
             )
 
 
