@@ -160,6 +160,7 @@ class ShardedModel(PreparedModel):
             options["mp_policy"] = root_precision
         # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
         fully_shard(module, reshard_after_forward=False, **options)
+        module.register_forward_hook(_drop_after_evaluation)
         heads = [unit[0] for unit in units]
         if prefetch > 1:
             for index, head in enumerate(heads):
@@ -421,6 +422,18 @@ class ShardedModel(PreparedModel):
                     fsdp_param.unsharded_accumulated_grad = None
                     if hasattr(fsdp_param, "_unsharded_param"):
                         fsdp_param.unsharded_param.grad = None
+
+
+def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> None:
+    """Drops the gathered parameters that a forward without gradients has left: no backward will need them.
+
+    FSDP2 would go on with them in the next forward, whatever became of the shards meanwhile: optimizers that have
+    other weights for evaluation, and averages of weights that are swapped in and out, change these in place.
+    """
+    if not torch.is_grad_enabled() and PreparedModel.of(module) is not None:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:

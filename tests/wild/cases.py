@@ -45,7 +45,7 @@ TRANSFORMERS = "transformers/examples/pytorch"
 TRL = "trl/trl/scripts"
 
 SIXTEEN = (21, 11)
-CROPS = "each sample is cropped at random in a worker process"
+CROPS = "each sample is cropped at random when it is read"
 MASKS = "the collator masks random tokens of a batch"
 LOCAL_BATCH_NORM = {"LSDP_BATCH_NORM": "local"}
 
@@ -122,7 +122,7 @@ def _transformers() -> list[Case]:
     wmt = "--dataset_name wmt/wmt16 --dataset_config_name ro-en --source_lang en --target_lang ro"
     t5 = "--model_name_or_path google-t5/t5-small"
     marian = "--model_name_or_path Helsinki-NLP/opus-mt-en-ro --max_source_length 64 --max_target_length 64"
-    written = "--val_max_target_length 16"
+    written = "--val_max_target_length 16 --num_beams 1"
     prefixed = f'{t5} {wmt} --source_prefix "translate English to Romanian: "'
     pictures = "--model_name_or_path google/vit-base-patch16-224-in21k --dataset_name ylecun/mnist"
     pictures += " --label_column_name label --ignore_mismatched_sizes"

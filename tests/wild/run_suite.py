@@ -86,13 +86,11 @@ def run_case(
         return _run(case, arguments, folder / name, prefix, count, {**environment, **extra}, start)
 
     done = Outcome(folder / "plain" / "record", ranks, ("",) * ranks)
-    plain = (
-        done
-        if arguments.reuse_plain and (folder / "plain" / "log").exists()
-        else run("plain", [], ranks, {"WILD_PLAIN": "1"})
-    )
+    kept = folder / "plain" / "complete"
+    plain = done if arguments.reuse_plain and kept.exists() else run("plain", [], ranks, {"WILD_PLAIN": "1"})
     if plain.failure:
         return compare(case, plain, None, None)
+    kept.touch()
     ours = run("ours", [*shim, str(cut)], ranks, {})
     # The whole batch of the world on one rank is not what the script asked for, which has to be said.
     given = {"LSDP_KEEP_PLAN_TOTAL": "1", "WILD_RATES": str(folder / "plain" / "record" / "rates-0.json")}
