@@ -21,13 +21,12 @@ class FetchClock:
 
     def timed(self, batches: Iterator[_Item]) -> Iterator[_Item]:
         """The same batches, with the time counted that it takes to get each."""
-        for first in batches:
-            yield first
-            break
-        began = time.perf_counter()
+        began: float | None = None
         for batch in batches:
-            self._seconds += time.perf_counter() - began
+            if began is not None:
+                self._seconds += time.perf_counter() - began
             yield batch
+            del batch  # a batch that the script has dropped must not stay alive here
             began = time.perf_counter()
 
     def take(self) -> float:

@@ -76,7 +76,9 @@ class LossFinder:
         self._trials: dict[str, int] = {}
         self._likeliest: dict[str, Composition] = {}  # for the micro-batches that follow the first of their group
         self._totals: dict[str, LabelCounts | None] = {}
-        self._looked_at: dict[str, tuple[int, int]] = {}  # the micro-batches that are counted together, by loss
+        self._looked_at: dict[
+            str, tuple[MicroBatchPlace, tuple[int, int]]
+        ] = {}  # by loss: where, and for which batches
         self.by_labels = False
         """Whether the last loss counted by its labels."""
         self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
@@ -119,6 +121,29 @@ class LossFinder:
 
     # Shares
 
+    def look_before_meeting(self, place: MicroBatchPlace) -> None:
+        """Does this rank's part of looking at the first loss of a micro-batch, of which there is no loss yet.
+
+        Where ranks have different numbers of micro-batches, one calls a collective before its only backward that
+        others reach in their last micro-batch. They have to get past their first one before.
+        """
+        if not self.idle and place is not self._place and self._starts(place):
+            self._look_once("loss 0", place, None)
+
+    def _starts(self, place: MicroBatchPlace) -> bool:
+        return place.window_start if self._counter.of_steps else place.micro_batch == 0
+
+    def _look_once(self, name: str, place: MicroBatchPlace, loss: torch.Tensor | None) -> None:
+        """Looks at the first loss of those micro-batches that are counted together, whichever that is.
+
+        The script may have left out the loss of the first one, on all ranks (a loss that is NaN).
+        """
+        together = (place.epoch, place.window if self._counter.of_steps else place.global_batch)
+        before, looked = self._looked_at.get(name, (None, None))
+        if looked != together or (self._starts(place) and before is not place):
+            self._looked_at[name] = place, together
+            self._look(name, place, loss)
+
     def share(self, place: MicroBatchPlace, loss: torch.Tensor) -> float:
         """The share of a loss in its step (collective in the first micro-batch of those that are counted together).
 
@@ -130,12 +155,7 @@ class LossFinder:
         self._order = min(self._order + 1, _MOST_LOSSES) if place is self._place else 0
         self._place = place
         name = f"loss {self._order}"
-        starts = place.window_start if self._counter.of_steps else place.micro_batch == 0
-        together = (place.epoch, place.window if self._counter.of_steps else place.global_batch)
-        # The script may have left out the loss of the first micro-batch, on all ranks (a loss that is NaN).
-        if starts or self._looked_at.get(name) != together:
-            self._looked_at[name] = together
-            self._look(name, place, loss)
+        self._look_once(name, place, loss)
         kind, together = self._likeliest.get(name, Composition.SAMPLES), self._totals.get(name)
         self.by_labels = kind.by_labels and together is not None
         if self.by_labels:
@@ -152,7 +172,7 @@ class LossFinder:
             return loss_share(place, weighting, **counts)
         return _share_of_samples(place)
 
-    def _look(self, name: str, place: MicroBatchPlace, loss: torch.Tensor) -> None:
+    def _look(self, name: str, place: MicroBatchPlace, loss: torch.Tensor | None) -> None:
         """Finds what the loss is and how many labels it is over, as far as these are not known (collective)."""
         known = self._findings.get(name)
         if known is not None and not known["counts"]:
@@ -184,7 +204,7 @@ class LossFinder:
             return self._given[1]
         return place.labels.own
 
-    def _see(self, place: MicroBatchPlace, loss: torch.Tensor, values: bool) -> SeenLoss:
+    def _see(self, place: MicroBatchPlace, loss: torch.Tensor | None, values: bool) -> SeenLoss:
         forward, of_batch = self._forward or Forward(None), place.labels
         labels = of_batch.values if of_batch is not None else None
         together = of_batch.together if of_batch is not None else ()
@@ -200,7 +220,9 @@ class LossFinder:
         total = sum(together, LabelCounts())
         number = multiple = math.nan
         computed = CrossEntropies()
-        if values and loss.numel() == 1:  # else nothing is compared, and no device has to be waited for
+        if (
+            values and loss is not None and loss.numel() == 1
+        ):  # else nothing is compared, and no device has to be waited for
             number, multiple = loss.double().item(), forward.multiple(loss)
             if forward.logits is not None and labels is not None and math.isfinite(number):
                 computed = _compared(forward.logits, labels)
@@ -211,9 +233,9 @@ class LossFinder:
             items=forward.items,
             kind_of_class=self._class,
             has_auxiliary=forward.auxiliary != 0,
-            low_precision=loss.dtype in (torch.bfloat16, torch.float16),
+            low_precision=loss is not None and loss.dtype in (torch.bfloat16, torch.float16),
             dimensions=0 if labels is None else labels.ndim,
-            looked=forward.logits is not None or forward.loss is not None,
+            looked=loss is not None and (forward.logits is not None or forward.loss is not None),
             given=self._given is not None,
             counted=bool(together),
             even=len({_labels_a_sample(counts) for counts in together if counts.samples}) <= 1,

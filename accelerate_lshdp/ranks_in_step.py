@@ -8,14 +8,15 @@ them see the difference at the same backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, INSIDE_WINDOW, UNRECOGNISED
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.step_exchange import RankReport
 
 
-FAILED = "could not finish its backward, so the sums of gradients are not those of the step; its own output says why"
+FAILED = "failed in its backward"
+_AFTER_FAILURE = "So the sums of gradients are not those of the step, and the run has to end; its own output says why"
 
 #: What a rank may have found, told to the others by its number.
 PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, FAILED)
@@ -67,18 +68,22 @@ class RankStep:
         return told
 
 
-def require_same_step(reports: Sequence[RankReport]) -> None:
+def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] = lambda rank: f"rank {rank}") -> None:
     """Checks what all ranks have told for a step, the same on all of them.
 
     Args:
         reports: one a rank.
+        name: what to call a rank.
 
     Raises:
         RuntimeError: on all ranks, if one of them found a problem, or they are not at the same place.
     """
-    found = {rank: PROBLEMS[report.problem - 1] for rank, report in enumerate(reports) if report.problem}
+    found = {name(rank): PROBLEMS[report.problem - 1] for rank, report in enumerate(reports) if report.problem}
     if found:
-        raise RuntimeError("; ".join(f"rank {rank} {text}" for rank, text in found.items()))
+        told = (
+            f"the backward of {rank} failed" if text is FAILED else f"{rank} {text}" for rank, text in found.items()
+        )
+        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found.values() else ""))
     places = [(report.global_batch, report.optimizer_steps, report.samples_hash) for report in reports]
     if len(set(places)) == 1:
         return

@@ -151,7 +151,7 @@ class Stepping(_Base):
             RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation.
         """
         if self._out_of_step is not None:
-            require_same_step(self._out_of_step)
+            require_same_step(self._out_of_step, self.topology.name_of)
         place = self._tracker.take()
         self._refuse_wrong_backward(place)
         self.run_total.before_backward(place)
@@ -194,7 +194,7 @@ class Stepping(_Base):
             raise
         if pending is not None:
             reports, counts = pending.wait()
-            require_same_step(reports)
+            require_same_step(reports, self.topology.name_of)
             self._timer.told(reports)
             if self._sizing is not None and not self._sizing.told(reports):
                 self.check_agreement(

@@ -208,7 +208,7 @@ def test_impossible_variable(workers, tmp_path, variable, where):
 
 
 def test_option_that_differs_between_ranks(workers, tmp_path):
-    parts = ("do not agree on the plan and the options", "rank 0: ", "sample", "rank 1: ", "none", "Give all nodes")
+    parts = ("do not agree on the plan and the options", "rank 0: ", "auto", "rank 1: ", "none", "Give all nodes")
     refused(workers, tmp_path, None, *parts, environments=[{}, {"LSDP_LOSS_WEIGHTING": "none"}])
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from training_cases import CASES, collate, make_optimizer, reference_run, relative_error
 
-from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 
 
 CASE = CASES["vit"]
@@ -39,10 +39,16 @@ def plan_of(strategy: str, sizes: tuple[int, ...] | None) -> Plan:
 class Script:
     """What a script has after ``prepare``, and one training step of it."""
 
-    def __init__(self, strategy: str, *, equal: bool = False, accumulation: int = 1, sizes: Any = None) -> None:
+    def __init__(
+        self, strategy: str, *, equal: bool = False, accumulation: int = 1, sizes: Any = None, weighting: str = "auto"
+    ) -> None:
         world = LSHDPAccelerator(plan=Plan.equal(strategy="ddp")).num_processes
         chosen = sizes or (None if equal else SIZES[world])
-        self.accelerator = LSHDPAccelerator(plan=plan_of(strategy, chosen), gradient_accumulation_steps=accumulation)
+        self.accelerator = LSHDPAccelerator(
+            plan=plan_of(strategy, chosen),
+            lsdp_plugin=LSDPPlugin(loss_weighting=weighting),
+            gradient_accumulation_steps=accumulation,
+        )
         self.batch_size = 6 // world
         model = CASE.model().double()
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
@@ -171,6 +177,16 @@ def gives_the_model_copies(strategy: str) -> tuple[Script, list, int]:
     return script, BATCHES, 1
 
 
+def gives_the_model_copies_outside_accumulate(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy)
+    for batch in script.loader:
+        copy = {name: tensor.clone() for name, tensor in batch.items()}
+        script.accelerator.backward(CASE.loss(script.model, copy))
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script, BATCHES, 1
+
+
 def gives_the_model_copies_and_drops_the_batch(strategy: str) -> tuple[Script, list, int]:
     script = Script(strategy)
     for batch in ({name: tensor.clone() for name, tensor in batch.items()} for batch in script.loader):
@@ -198,6 +214,7 @@ PATTERNS = (
     validates_in_train_mode,
     trains_each_batch_of_a_kept_window_twice,
     gives_the_model_copies,
+    gives_the_model_copies_outside_accumulate,
     gives_the_model_copies_and_drops_the_batch,
     looks_at_a_first_batch,
 )
