@@ -67,9 +67,9 @@ class Collecting(_Base):
         for prepared in self._prepared:
             prepared.collective_begins()
         place = self._tracker.current
-        if self._exchange.counts is not None and self._losses is not None and place is not None:
-            if self._tracker.accumulating and not self._tracker.within_window:
-                self._losses.look_before_meeting(place)
+        several = self._exchange.counts is not None and self._tracker.accumulating
+        if several and self._losses is not None and place is not None:
+            self._losses.look_before_meeting(place)
         meeting = self._exchange.meet(call, self._tracker.within_window)
         if meeting is not None:
             meeting.require_all()
