@@ -129,9 +129,6 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
         self._rank_step = RankStep()
-        self._watched: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # models whose forwards tell which batch they see
         self._unstepped: set[PreparedModel] = set()  # with a backward since the last step of an optimizer of theirs
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []

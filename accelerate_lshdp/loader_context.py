@@ -29,6 +29,12 @@ class AcceleratorLoaderContext:
         self.training_passes: list[Any] = []
         """The loaders with a training pass in progress; twice, if one has two."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self._reference()}  # a pickle of an accelerator has no weak references
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
+
     @property
     def _accelerator(self) -> LSHDPAccelerator:
         accelerator = self._reference()

@@ -73,6 +73,12 @@ class RunTotal:
         )
         self._settled = not (self._checks_script or self._said_by_script)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self._reference()}  # a pickle of an accelerator has no weak references
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
+
     @property
     def _accelerator(self) -> LSHDPAccelerator:
         return self._reference()

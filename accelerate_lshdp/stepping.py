@@ -36,6 +36,23 @@ else:
 logger = get_logger(__name__)
 
 
+class _InputWatch:
+    """A hook that tells an accelerator what its models are called with; it does not keep the accelerator alive."""
+
+    def __init__(self, accelerator: Stepping) -> None:
+        self._reference = weakref.ref(accelerator)
+
+    @property
+    def accelerator(self) -> Stepping | None:
+        return self._reference()
+
+    def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # In a compiled graph there is no memory to look at; then the batch that is alive is taken.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.accelerator is None:
+            return
+        self.accelerator._forward_begins((args, kwargs))
+
+
 class Stepping(_Base):
     """The part of ``LSHDPAccelerator`` that trains."""
 
@@ -90,22 +107,17 @@ class Stepping(_Base):
 
     def _watch_inputs(self, model: nn.Module) -> None:
         """Lets the forwards of a prepared model tell which batch the script works on."""
-        if model in self._watched:
+        known = model._forward_pre_hooks.values()
+        if any(isinstance(hook, _InputWatch) and hook.accelerator is self for hook in known):
             return
-        self._watched.add(model)
-        reference = weakref.ref(self)
-
         # Before the hook of PreparedModel, which asks whether to synchronise.
-        def on_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            accelerator = reference()
-            # In a compiled graph there is no memory to look at; then the batch that is alive is taken.
-            if accelerator is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return
-            if accelerator._tracker.forward((args, kwargs)) and accelerator._tracker.accumulating:
-                accelerator._enter_place(accelerator._steps_before)
-
-        model.register_forward_pre_hook(on_forward, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
         leave_hooks_out(model)
+
+    def _forward_begins(self, inputs: tuple) -> None:
+        """A prepared model is called, with gradients switched on."""
+        if self._tracker.forward(inputs) and self._tracker.accumulating:
+            self._enter_place(self._steps_before)
 
     @contextlib.contextmanager
     def counting_losses(self, share: float) -> Iterator[None]:

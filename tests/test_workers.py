@@ -237,7 +237,8 @@ def test_launch_gives_ranks_their_environment():
 def test_accelerate_launch_on_uneven_nodes(tmp_path):
     script = tmp_path / "script.py"
     names = (*LAUNCHER_NAMES, "ACCELERATE_USE_CPU")
-    script.write_text(f"import os; print(*(os.environ[n] for n in {names}), flush=True)")
+    # One string: an unbuffered print of several writes them one by one, between those of the other rank.
+    script.write_text(f"import os; print(' '.join(os.environ[n] for n in {names}) + '\\n', end='', flush=True)")
     finished = launch([script], nproc=3, nodes=(1, 2), launcher="accelerate", timeout=60)
     assert finished.returncode == 0, finished.stderr
     assert sorted(finished.stdout.splitlines()) == ["0 3 0 1 0 true", "1 3 0 2 1 true", "2 3 1 2 1 true"]
