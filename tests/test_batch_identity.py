@@ -114,7 +114,9 @@ def keeps_all_batches_of_an_equal_plan(strategy: str) -> tuple[Script, list, int
     kept = list(script.loader)
     for batch in kept[::-1] * 2:
         script.train_on(batch)
-    return script, BATCHES[::-1] * 2, 1
+    total = script.batch_size * script.accelerator.num_processes
+    batches = [list(range(start, min(start + total, 33))) for start in range(0, 33, total)]
+    return script, batches[::-1] * 2, 1
 
 
 def keeps_all_batches_and_accumulates(strategy: str) -> tuple[Script, list, int]:
