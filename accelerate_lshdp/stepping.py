@@ -59,7 +59,6 @@ class Stepping(_Base):
     _given_share: float | None = None
     _accumulated: Sequence[PreparedModel] = ()
     _steps_before = 0
-    _failures = 0
     _out_of_step: Sequence[RankReport] | None = None
     _last_share: float = 1.0  # of the loss that the last backward was called on
 
@@ -246,8 +245,7 @@ class Stepping(_Base):
             RuntimeError: it did not; the others get an error of communication when this process ends.
         """
         if not all(prepared.can_be_completed for prepared in self._prepared):
-            self._failures += 1
-            if not all_fail_here(f"lshdp/failed backward {self._failures}"):
+            if not all_fail_here("lshdp/failed backward"):
                 raise RuntimeError(
                     f"a backward failed on rank {self.process_index} and not on the others, which cannot go on "
                     f"without its part (strategy {self.strategy} gathers parameters in the middle of it): end this "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -11,6 +12,8 @@ from accelerate_lshdp.engine.failures import failures_explained
 
 #: How long ranks that fail at the same place may be apart.
 _APART_SECONDS = 30.0
+#: How often the ranks of a world have asked each other so.
+_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def all_fail_here(place: str) -> bool:
@@ -20,6 +23,9 @@ def all_fail_here(place: str) -> bool:
     launched with.
     """
     store = dist.distributed_c10d._get_default_store()
+    # Counted for the process, not for an accelerator: a second one must not meet the answers of the first.
+    times = _met[dist.group.WORLD] = _met.get(dist.group.WORLD, 0) + 1
+    place = f"{place} {times}"
     store.add(place, 1)
     ends = time.monotonic() + _APART_SECONDS
     while store.add(place, 0) < dist.get_world_size():
