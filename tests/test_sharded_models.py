@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from unittest import mock
 
@@ -183,7 +184,7 @@ def test_optimizers_that_see_shards_or_losses_step_as_in_one_process(workers, st
 # What is refused
 
 
-def refused(strategy: str) -> dict[str, str]:
+def refused(strategy: str, folder: str) -> dict[str, str]:
     from transformers import Adafactor
 
     messages = {}
@@ -208,8 +209,8 @@ def refused(strategy: str) -> dict[str, str]:
     model = accelerator.prepare(tiny_gpt2())
     note("deepcopy", lambda: copy.deepcopy(model))
     note("AveragedModel", lambda: AveragedModel(model))
-    note("save_pretrained", lambda: model.save_pretrained("nowhere"))
-    note("pickle", lambda: torch.save(model, "nowhere"))
+    note("save_pretrained", lambda: model.save_pretrained(folder))
+    note("pickle", lambda: torch.save(model, io.BytesIO()))
     return messages
 
 
@@ -225,7 +226,7 @@ def save_whole(strategy: str, folder: str) -> None:
 def test_what_needs_whole_parameters_is_refused_where_they_are_sharded(workers, tmp_path, strategy, nodes):
     from transformers import GPT2LMHeadModel
 
-    for messages in workers(2).run(refused, strategy, nodes=nodes):
+    for messages in workers(2).run(refused, strategy, str(tmp_path / "refused"), nodes=nodes):
         for name in ("Adafactor", "Adafactor of transformers", "Rprop", "LBFGS"):
             assert "needs whole parameters" in messages[name]
         assert "gradients of gradients" in messages["create_graph"]
