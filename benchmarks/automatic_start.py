@@ -12,7 +12,7 @@ with two CPU ranks, of which rank 1 gets half a core by a kernel quota (rank 0 a
 
 The last two in turns. The exit code is 1 if parameters differ by more than 5e-6 from those of one process, or if after
 40 steps a step of `auto` takes more than 1.08 times one of `planned`. It needs root on Linux for the quotas, a machine
-with two cores and nothing else to do, and takes about ten minutes.
+with two cores and nothing else to do, and takes about a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=6, help="of the model")
     add("--steps", type=int, default=40, help="steps before those that are counted")
     add("--counted", type=int, default=24, help="steps that are counted")
-    add("--turns", type=int, default=2, help="of the automatic and the planned start")
+    add("--turns", type=int, default=4, help="of the automatic and the planned start")
     add("--profile-seconds", type=float, default=60.0, help="budget of the profile")
     add("--no-quotas", action="store_true", help="with equally fast ranks, to try the benchmark itself")
     arguments = parser.parse_args(argv)
