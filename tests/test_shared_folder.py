@@ -7,8 +7,9 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def is_stale(monkeypatch: pytest.MonkeyPatch, victim: Path) -> None:
     monkeypatch.setattr(os, "stat", stale)
 
 
+def is_private(monkeypatch: pytest.MonkeyPatch, victim: Path) -> None:
+    """As the system says of a folder of another user that nobody else may look into, or of a file of theirs."""
+    for name in ("stat", "lstat", "open", "listdir", "scandir", "unlink", "rename"):
+        call = getattr(os, name)
+
+        def denied(path: object = ".", *args: object, call: Callable = call, name: str = name, **options: object):
+            inside = isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(victim)
+            if inside and (Path(path) != victim or name not in ("stat", "lstat")):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        monkeypatch.setattr(os, name, denied)
+
+
 def old_token(folder: Path) -> Path:
     token = token_path(folder / "a", "0" * 32, 1)
     token.touch()
@@ -96,9 +111,9 @@ LOOKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("way", [vanishes_when_listed, vanishes_when_looked_at, is_stale])
+@pytest.mark.parametrize("way", [vanishes_when_listed, vanishes_when_looked_at, is_stale, is_private])
 @pytest.mark.parametrize("name", LOOKS)
-def test_what_vanishes_between_two_looks_is_no_error(tmp_path, monkeypatch, name, way):
+def test_what_vanishes_or_is_of_another_user_is_no_error(tmp_path, monkeypatch, name, way):
     put(tmp_path / "a", 1)
     for number in (1, 2, 3):
         put(tmp_path / f"checkpoint_{number}", number + 1)
@@ -109,6 +124,50 @@ def test_what_vanishes_between_two_looks_is_no_error(tmp_path, monkeypatch, name
     monkeypatch.undo()
     assert Manifest.read(tmp_path / "checkpoint_3").step == 4
     assert search(tmp_path)
+
+
+def test_the_folder_that_is_asked_for_has_to_be_readable(tmp_path, monkeypatch):
+    put(tmp_path / "a", 1)
+    is_private(monkeypatch, tmp_path / "a")
+    with pytest.raises(PermissionError):
+        search(tmp_path / "a")
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path, monkeypatch):
+    """It may hold a newer checkpoint, so that it is not passed over without a word."""
+    put(tmp_path / "a", 1)
+    put(tmp_path / "b", 2)
+    is_private(monkeypatch, tmp_path / "b")
+    found = {item.relative: item.problem for item in search(tmp_path)}
+    assert found["a"] is None and "belongs to another user, who lets nobody look into it" in found["b"]
+
+
+@pytest.fixture
+def folder_of_all_users() -> Iterator[Path]:
+    """As /tmp: anybody writes there, and removes only what is theirs."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_with_things_of_another_user(folder_of_all_users):
+    root = folder_of_all_users
+    (root / "systemd-private").mkdir(mode=0o700)
+    leave(root / "open", 1), leave(root / "open", 2, kind="replaced"), leave(root / "closed", 3).chmod(0o700)
+    old_token(root)
+    before = names(root)
+    os.seteuid(65534)
+    try:
+        remove_leftovers(root)
+        assert names(root) == before
+        put(root / "mine", newest_generation(root) + 1)
+        assert Manifest.read(root / "mine").generation == 3
+        assert [found.manifest.step for found in search(root / "mine")] == [3]
+        assert {found.relative for found in search(root) if found.manifest} == {"mine", "open"}
+    finally:
+        os.seteuid(0)
 
 
 def test_a_folder_that_vanishes_is_empty(tmp_path, monkeypatch):

@@ -20,7 +20,16 @@ from pathlib import Path
 
 from accelerate_lshdp.engine.checkpoint_manifest import MANIFEST, Manifest
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
-from accelerate_lshdp.engine.shared_folder import changed_at, entries, holds_file, is_gone, remove_file, remove_tree
+from accelerate_lshdp.engine.shared_folder import (
+    changed_at,
+    entries,
+    holds_file,
+    is_denied,
+    is_gone,
+    may_hold,
+    remove_file,
+    remove_tree,
+)
 
 
 READ_BYTES = 1 << 24
@@ -48,20 +57,31 @@ class Found:
 
 
 def search(directory: Path) -> list[Found]:
-    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete."""
+    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete.
+
+    Folders in it that this user may not look into are found as well, with that as their problem.
+
+    Raises:
+        PermissionError: this user may not look into `directory` itself.
+    """
     found = []
     if holds_file(directory / MANIFEST):
         found.append(_look(directory, ""))
     for path, name in _abandoned(directory.parent):
-        if name == directory.name and holds_file(path / MANIFEST):
+        if name == directory.name and may_hold(path, MANIFEST):
             found.append(_look(path, ""))
     if found:
         return found
     for path in entries(directory):
-        if not path.name.startswith(".") and holds_file(path / MANIFEST):
+        if path.name.startswith("."):
+            continue
+        holds = may_hold(path, MANIFEST)
+        if holds is None:
+            found.append(Found(path, path.name, None, f"{path} belongs to another user, who lets nobody look into it"))
+        elif holds:
             found.append(_look(path, path.name))
     for path, name in _abandoned(directory):
-        if holds_file(path / MANIFEST):
+        if may_hold(path, MANIFEST):
             found.append(_look(path, name))
     return found
 
@@ -213,15 +233,21 @@ def recover(final: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes what killed writers left in `parent`; completes what only lacked its rename."""
+    """Removes what killed writers left in `parent`; completes what only lacked its rename.
+
+    What other users left there, and this one may not remove, stays: it is in nobody's way.
+    """
     for name in {name for _, name in _abandoned(parent)}:
-        recover(parent / name)
+        with _unless_denied():
+            recover(parent / name)
     for path, _ in _abandoned(parent):
-        if _has_locks(path) or _is_old(path):
-            remove_tree(path)
+        with _unless_denied():
+            if _has_locks(path) or _is_old(path):
+                remove_tree(path)
     for path in entries(parent):
-        if _TOKEN.fullmatch(path.name) and _is_old(path):
-            remove_file(path)
+        with _unless_denied():
+            if _TOKEN.fullmatch(path.name) and _is_old(path):
+                remove_file(path)
 
 
 def is_named(final: Path, save_id: str) -> bool:
@@ -246,8 +272,8 @@ def hidden_names(parent: Path) -> list[str]:
 
 
 def newest_generation(parent: Path) -> int:
-    """The largest generation of any checkpoint in `parent`; 0 if there is none."""
-    manifests = (_look(path, "").manifest for path in entries(parent) if holds_file(path / MANIFEST))
+    """The largest generation of any checkpoint in `parent` that this user may read; 0 if there is none."""
+    manifests = (_look(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
     return max((manifest.generation for manifest in manifests if manifest is not None), default=0)
 
 
@@ -262,17 +288,29 @@ def _has_locks(folder: Path) -> bool:
 
 
 def _try_lock(folder: Path) -> bool | None:
-    """True: nobody holds it; False: somebody does, or has renamed or removed it; None: it cannot be locked."""
+    """True: nobody holds it; False: somebody does, or has renamed or removed it; None: it cannot be locked.
+
+    A folder that this user may not open is another user's, and as good as held.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        if is_gone(error):  # committed or removed since it was listed
+        if is_gone(error) or is_denied(error):  # gone: committed or removed since it was listed
             return False
         raise
     try:
         return _lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _unless_denied() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_denied(error):
+            raise
 
 
 def _is_old(path: Path) -> bool:
