@@ -32,6 +32,7 @@ from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number,
 from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.loss_parts import restore_findings
 from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.ranks_in_step import NOT_IN_STEP
 
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class Checkpointing(_Base):
                 "always safetensors and JSON, and there is nothing else to choose"
             )
         raise_together(self._why_not_now())
-        self.check_agreement(f"{self._rank_step.optimizer_steps}", "how many steps their optimizers have made")
+        steps = f"{self._rank_step.optimizer_steps}"
+        self.check_agreement(steps, "how many steps their optimizers have made", NOT_IN_STEP)
         named = self.project_configuration.automatic_checkpoint_naming
         folder = numbered(self._numbered_folder(), self.save_iteration) if named else output_dir
         raise_together(self._taken(folder) if named else None)
@@ -123,9 +125,21 @@ class Checkpointing(_Base):
         )
         limit = self.project_configuration.total_limit
         if named and limit is not None and self.topology.local_rank == 0:
-            drop_oldest(self._numbered_folder(), limit)
+            self._drop_oldest(limit)
         self.project_configuration.iteration += 1
         return str(folder)
+
+    def _drop_oldest(self, limit: int) -> None:
+        """Says it if old checkpoints stay: the new one is complete, so that is no reason to end the run."""
+        try:
+            drop_oldest(self._numbered_folder(), limit)
+        except OSError as error:
+            logger.warning(
+                f"an old checkpoint could not be removed: found {error}, expected at most {limit} (total_limit) in "
+                f"{self._numbered_folder()}. The new one is complete, and the next save tries again: let this user "
+                "write there, or remove the old ones by hand",
+                main_process_only=False,
+            )
 
     def _why_not_now(self) -> str | None:
         """What a checkpoint of this moment would lose: gradients, which it does not hold."""
