@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     search,
     token_path,
 )
+from accelerate_lshdp.engine.checkpoint_lock import lock_path
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest
 from accelerate_lshdp.engine.shared_folder import remove_tree, wait_until
 
@@ -265,10 +267,10 @@ def test_without_locks_a_folder_that_is_written_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     fresh, left = leave(tmp_path / "a", 1, complete=False), leave(tmp_path / "b", 2, complete=False)
-    for path in (left / "data", left):
+    for path in (left / "data", left, lock_path(left)):
         os.utime(path, (OLD, OLD))
     remove_leftovers(tmp_path)
-    assert names(tmp_path) == [fresh.name]
+    assert names(tmp_path) == [lock_path(fresh).name, fresh.name]
 
 
 def test_waiting_ends(tmp_path, monkeypatch):
@@ -282,8 +284,8 @@ def test_waiting_ends(tmp_path, monkeypatch):
 # Two nodes, one folder
 
 
-def save(folder: Path, training: object, step: int) -> None:
-    save_checkpoint(folder, training, layout(), plan_digest="p", step=step, samples_seen=step, seed=0)
+def save(folder: Path, training: object, step: int, **options: Any) -> None:
+    save_checkpoint(folder, training, layout(), plan_digest="p", step=step, samples_seen=step, seed=0, **options)
 
 
 def save_while_a_token_vanishes(root: str) -> list[str]:
@@ -325,26 +327,34 @@ def test_a_token_that_vanishes_between_two_looks(workers, tmp_path):
     assert workers(2).run(save_while_a_token_vanishes, str(tmp_path / "shared"), nodes=(1, 1)) == [["a"]] * 2
 
 
-def save_while_tokens_are_invisible(root: str) -> list[str]:
+def leave_a_note(folder: str) -> frozenset[int]:
+    """A hook of ``save_state`` that writes into the checkpoint, on the main process as most of them."""
+    if dist.get_rank() == 0:
+        Path(folder, "note.txt").write_text("mine")
+    return frozenset()
+
+
+def save_while_tokens_are_invisible(root: str, hook: Callable[[str], frozenset[int]] | None) -> list[str]:
     """Each node sees its own token only, so that both take themselves for writers."""
     exists = Path.exists
     Path.exists = lambda path: exists(path) and not (path.name.endswith(".node0") and dist.get_rank() == 1)
     training = objects(steps=1)
     try:
         for step in (1, 2):
-            save(Path(root) / "a", training, step)
+            save(Path(root) / "a", training, step, before_writing=hook)
             dist.barrier()
         found = objects(seed=1)
         loaded = load_checkpoint(Path(root) / "a", found, layout(), plan_digest="p")
     finally:
         Path.exists = exists
-    assert loaded.step == 2
+    assert loaded.step == 2 and (hook is None or (Path(root) / "a" / "note.txt").exists())
     assert_same(full_state(found), full_state(training))
     return visible(Path(root))
 
 
-def test_a_file_system_that_shows_tokens_late(workers, tmp_path):
-    assert workers(2).run(save_while_tokens_are_invisible, str(tmp_path), nodes=(1, 1)) == [["a"]] * 2
+@pytest.mark.parametrize("hook", [None, leave_a_note])
+def test_a_file_system_that_shows_tokens_late(workers, tmp_path, hook):
+    assert workers(2).run(save_while_tokens_are_invisible, str(tmp_path), hook, nodes=(1, 1)) == [["a"]] * 2
 
 
 def load_what_is_seen_late(root: str) -> tuple[int, list[str]]:

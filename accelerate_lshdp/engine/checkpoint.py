@@ -145,13 +145,13 @@ def save_checkpoint(
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
         if before_writing:
             aside = guest_folder(final, save_id)
-            if elected:
+            if folder is not None:
                 attempt(aside.mkdir)
         together(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
             objects = replace(objects, left_out=before_writing(str(aside)))
             contents = collect(objects, layout, trust_checkpoint)
-            if elected:
+            if folder is not None:
                 attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)

@@ -2,12 +2,11 @@
 
 A writer fills a hidden folder beside the final name, brings it to the disk, and renames it. The manifest is written
 last, so a folder with a valid manifest is complete even if its writer was killed before the rename. The writer holds a
-lock on its folder: a hidden folder that nobody holds is what a killed writer left.
+lock (`checkpoint_lock`): a hidden folder that nobody holds is what a killed writer left.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate_lshdp.engine.checkpoint_lock import is_free, is_lock, lock_path, locked, remove_lock
 from accelerate_lshdp.engine.checkpoint_manifest import MANIFEST, Manifest
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
 from accelerate_lshdp.engine.shared_folder import (
@@ -141,14 +141,12 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             writes where tokens of other nodes are seen too late.
     """
     path = _hidden_path(final, save_id, "partial")
-    os.mkdir(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _lock(descriptor, fcntl.LOCK_EX)
-        yield path
-    finally:
-        os.close(descriptor)
-        remove_tree(path)
+    with locked(path):
+        os.mkdir(path)
+        try:
+            yield path
+        finally:
+            remove_tree(path)
 
 
 def guest_folder(final: Path, save_id: str) -> Path:
@@ -181,6 +179,12 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
     `recover` know. Files that others put into the older checkpoint move to the new one. If another node or run has
     given this folder its name in the meantime, as `recover` does, nothing is left to be done.
     """
+    _rename(folder, final, save_id)
+    with _unless_denied():
+        remove_lock(lock_path(folder), is_old=False)  # of a killed writer; a living one holds it until the end
+
+
+def _rename(folder: Path, final: Path, save_id: str) -> None:
     replaced: Path | None = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
         _sync_folder(folder)
@@ -242,11 +246,14 @@ def remove_leftovers(parent: Path) -> None:
             recover(parent / name)
     for path, _ in _abandoned(parent):
         with _unless_denied():
-            if _has_locks(path) or _is_old(path):
+            free = is_free(path)  # None: nothing but its age tells whether a living writer has it
+            if free or (free is None and _is_old(path)):
                 remove_tree(path)
     for path in entries(parent):
         with _unless_denied():
-            if _TOKEN.fullmatch(path.name) and _is_old(path):
+            if is_lock(path):
+                remove_lock(path, _is_old(path))
+            elif _TOKEN.fullmatch(path.name) and _is_old(path):
                 remove_file(path)
 
 
@@ -278,30 +285,8 @@ def newest_generation(parent: Path) -> int:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a living writer holds a hidden folder. Where folders cannot be locked (NFS) nothing is ever in use."""
-    return _try_lock(folder) is False
-
-
-def _has_locks(folder: Path) -> bool:
-    """Whether a living writer would be known by its lock."""
-    return _try_lock(folder) is not None
-
-
-def _try_lock(folder: Path) -> bool | None:
-    """True: nobody holds it; False: somebody does, or has renamed or removed it; None: it cannot be locked.
-
-    A folder that this user may not open is another user's, and as good as held.
-    """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        if is_gone(error) or is_denied(error):  # gone: committed or removed since it was listed
-            return False
-        raise
-    try:
-        return _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
+    """Whether a living writer holds a hidden folder. Where files cannot be locked nothing is ever in use."""
+    return is_free(folder) is False
 
 
 @contextmanager
@@ -317,17 +302,6 @@ def _is_old(path: Path) -> bool:
     """Whether nothing there has changed for longer than anybody writes without a pause."""
     times = [changed_at(part) for part in (path, *entries(path))]
     return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
-
-
-def _lock(descriptor: int, kind: int) -> bool | None:
-    """False if another process holds the lock; None if this file system has no locks for folders."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _look(path: Path, relative: str) -> Found:
