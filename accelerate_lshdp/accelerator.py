@@ -240,8 +240,16 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
                 f"of gradient buckets is {option_advice('bucket_megabytes')}"
             )
 
-    def check_agreement(self, digest: str, what: str) -> None:
-        """Raises RuntimeError on all ranks if ``digest`` differs between them (collective); ``what`` names it."""
+    def check_agreement(
+        self, digest: str, what: str, advice: str = "Give all nodes the same files and options"
+    ) -> None:
+        """Raises RuntimeError on all ranks if ``digest`` differs between them (collective).
+
+        Args:
+            digest: of this rank.
+            what: names it in the message.
+            advice: what is to be done if ranks differ.
+        """
         if self.num_processes == 1:
             return
         everyone: list[str | None] = [None] * self.num_processes
@@ -249,7 +257,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             dist.all_gather_object(everyone, digest)
         if len(set(everyone)) > 1:
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone))
-            raise RuntimeError(f"the ranks do not agree on {what}. {found}. Give all nodes the same files and options")
+            raise RuntimeError(f"the ranks do not agree on {what}. {found}. {advice}")
 
     @property
     def strategy(self) -> Strategy:

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from accelerate_lshdp.checkpoint_hooks import run_load_hooks, run_save_hooks
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_loader import EVALUATION
+from accelerate_lshdp.data_position import check_state
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.checkpoint import (
     LoadedCheckpoint,
@@ -26,11 +27,12 @@ from accelerate_lshdp.engine.checkpoint import (
     save_model_file,
     stream_full_state,
 )
-from accelerate_lshdp.engine.checkpoint_exchange import all_objects
+from accelerate_lshdp.engine.checkpoint_exchange import all_objects, failing_together
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number, numbered
 from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.loss_parts import restore_findings
 from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.ranks_in_step import NOT_IN_STEP
 
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ class Checkpointing(_Base):
                 "always safetensors and JSON, and there is nothing else to choose"
             )
         raise_together(self._why_not_now())
-        self.check_agreement(f"{self._rank_step.optimizer_steps}", "how many steps their optimizers have made")
+        steps = f"{self._rank_step.optimizer_steps}"
+        self.check_agreement(steps, "how many steps their optimizers have made", NOT_IN_STEP)
         named = self.project_configuration.automatic_checkpoint_naming
         folder = numbered(self._numbered_folder(), self.save_iteration) if named else output_dir
         raise_together(self._taken(folder) if named else None)
@@ -122,9 +125,21 @@ class Checkpointing(_Base):
         )
         limit = self.project_configuration.total_limit
         if named and limit is not None and self.topology.local_rank == 0:
-            drop_oldest(self._numbered_folder(), limit)
+            self._drop_oldest(limit)
         self.project_configuration.iteration += 1
         return str(folder)
+
+    def _drop_oldest(self, limit: int) -> None:
+        """Says it if old checkpoints stay: the new one is complete, so that is no reason to end the run."""
+        try:
+            drop_oldest(self._numbered_folder(), limit)
+        except OSError as error:
+            logger.warning(
+                f"an old checkpoint could not be removed: found {error}, expected at most {limit} (total_limit) in "
+                f"{self._numbered_folder()}. The new one is complete, and the next save tries again: let this user "
+                "write there, or remove the old ones by hand",
+                main_process_only=False,
+            )
 
     def _why_not_now(self) -> str | None:
         """What a checkpoint of this moment would lose: gradients, which it does not hold."""
@@ -178,18 +193,21 @@ class Checkpointing(_Base):
             plan_digest=self.plan_digest,
             trust_checkpoint=self.trust_checkpoint,
             accepts=self._accepts,
+            fits=self._fits,
             before_reading=self._run_load_hooks if self._load_model_state_pre_hook else None,
         )
-        for prepared in self._prepared:
-            prepared.parameters_loaded()
-        self._restore_loaders(loaded)
-        self._move_schedules(loaded)
-        self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
-        self._unstepped.clear()
-        self.step = int(loaded.extra.get("accelerate_step", 0))
-        restore_findings(self.loss_findings, loaded.extra.get("losses"))
-        self._restore_sizes(loaded)
-        self._restore_reductions(loaded)
+        with failing_together(f"continuing from checkpoint {loaded.path}"):
+            for prepared in self._prepared:
+                prepared.parameters_loaded()
+            for loader, state in zip(self._positioned_loaders(), loaded.loaders, strict=True):
+                loader.load_state_dict(state)
+            self._move_schedules(loaded)
+            self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
+            self._unstepped.clear()
+            self.step = loaded.extra.get("accelerate_step", 0)
+            restore_findings(self.loss_findings, loaded.extra.get("losses"))
+            self._restore_sizes(loaded)
+            self._restore_reductions(loaded)
         self._continue_numbers()
         return loaded
 
@@ -269,28 +287,35 @@ class Checkpointing(_Base):
         return [loader for loader in loaders if getattr(loader, "purpose", None) != EVALUATION]
 
     def _accepts(self, loaders: list[dict], extra: dict) -> None:
-        """Raises ValueError if a checkpoint holds positions and counters that no save writes: it is passed over then.
+        """Raises if a checkpoint holds positions and values that no save writes: it is passed over then.
 
-        Whether they are of as many loaders as this run has is another question.
+        Whether they are of a run like this one is asked by `_fits`.
         """
-        if type(extra.get("accelerate_step", 0)) is not int:
-            raise ValueError(f"extra.accelerate_step: found {extra['accelerate_step']!r:.60}, expected a whole number")
+        step = extra.get("accelerate_step", 0)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"extra.accelerate_step: found {step!r:.60}, expected a whole number")
+        try:
+            Plan.from_dict(extra.get("plan"))
+        except ValueError as error:
+            raise ValueError(f"extra.plan: {error}") from error
+        restore_findings({}, extra.get("losses"))
         for index, (loader, saved) in enumerate(zip(self._positioned_loaders(), loaders, strict=False)):
-            counters = [name for name, value in loader.state_dict().items() if type(value) is int]
-            for name in counters:
-                found = saved.get(name, 0 if name not in ("epoch", "samples") else None)
-                if type(found) is not int or found < 0:
-                    raise ValueError(f"loaders[{index}].{name}: found {found!r:.60}, expected a whole number")
+            try:
+                _check_position(loader, saved)
+            except ValueError as error:
+                raise ValueError(f"loaders[{index}]: {error}") from error
 
-    def _restore_loaders(self, loaded: LoadedCheckpoint) -> None:
-        loaders = self._positioned_loaders()
-        if len(loaders) != len(loaded.loaders):
-            raise RuntimeError(
-                f"the checkpoint has positions of {len(loaded.loaders)} loaders, but {len(loaders)} are prepared; "
+    def _fits(self, loaders: list[dict], extra: dict) -> None:
+        """Raises if the positions of a checkpoint are of other loaders than this run has."""
+        mine = self._positioned_loaders()
+        if len(mine) != len(loaders):
+            raise ValueError(
+                f"the checkpoint has positions of {len(loaders)} loaders, but {len(mine)} are prepared; "
                 "prepare the same loaders, in the same order, as the run that saved it"
             )
-        for loader, state in zip(loaders, loaded.loaders, strict=True):
-            loader.load_state_dict(state)
+        for loader, saved in zip(mine, loaders, strict=True):
+            if type(loader) is HeterogeneousDataLoader:
+                loader.check_fits(saved)
 
     def _move_schedules(self, loaded: LoadedCheckpoint) -> None:
         """accelerate steps a scheduler once a rank, so its position means another step under another world size."""
@@ -362,6 +387,17 @@ class Checkpointing(_Base):
         if writes:
             os.makedirs(save_directory, exist_ok=True)
         save_model_file(os.path.join(save_directory, SAFE_WEIGHTS_NAME), model, self.node_layout, writes)
+
+
+def _check_position(loader: Any, saved: dict[str, Any]) -> None:
+    """Raises ValueError if `saved` is no position that a loader of this kind writes."""
+    if type(loader) is HeterogeneousDataLoader:
+        check_state(saved)
+        return
+    for name in (name for name, value in loader.state_dict().items() if type(value) is int):  # torchdata's own
+        found = saved.get(name, 0)
+        if type(found) is not int or found < 0:
+            raise ValueError(f"{name}: found {found!r:.60}, expected a whole number")
 
 
 def _bytes_of(model: nn.Module) -> int:

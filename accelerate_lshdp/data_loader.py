@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 
 from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_places import LoaderContext, MicroBatchPlace, PlacedBatch, PlaceWriter
-from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading
+from accelerate_lshdp.data_position import LoaderPosition, LoaderProgress, StartPoint, StreamReading, check_state
 from accelerate_lshdp.data_switch import CutSchedule
 from accelerate_lshdp.data_timing import FetchClock
 from accelerate_lshdp.data_tokens import with_window_tokens
@@ -127,16 +127,22 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
         Raises ValueError if the state is malformed or belongs to another kind of loader.
         """
-        if type(state.get("seed")) is not int or "sampler_generator" not in state:
-            raise ValueError(
-                "found a loader state without seed or sampler_generator, expected what state_dict() gives."
-            )
-        self._progress.load_state_dict(state)
+        check_state(state)
         self._source.set_generator_state(state["sampler_generator"])
+        self._progress.load_state_dict(state)
         self._seed = state["seed"]
         self._source.set_seed(self._seed)
         if self.use_stateful_dataloader:
             self._go_on_unasked()
+
+    def check_fits(self, state: dict[str, Any]) -> None:
+        """Raises ValueError if a state, of which `check_state` found nothing wrong, is of another kind of loader."""
+        before = self._source.generator_state()
+        try:
+            self._source.set_generator_state(state["sampler_generator"])
+        except RuntimeError as error:
+            raise ValueError(f"found a sampler_generator of another kind in a loader state: {error}") from error
+        self._source.set_generator_state(before)
 
     def _go_on_unasked(self) -> None:
         """As torchdata's loaders: the next pass is the rest of the epoch, or the next epoch if nothing is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,9 @@ from accelerate_lshdp.data_switch import CutSchedule
 
 if TYPE_CHECKING:
     from accelerate_lshdp.data_places import MicroBatchPlace
+
+
+_NUMBERS = ("epoch", "samples", "global_batches", "evaluation_passes", "next_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +166,44 @@ class LoaderProgress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is malformed."""
-        missing = sorted(set(self.state_dict()) - set(state) - {"exhausted"})  # older checkpoints do not know it
-        if missing:
-            raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
-        workers = state["worker_samples"]
-        numbers = {name: state[name] for name in ("epoch", "samples", "global_batches", "evaluation_passes")}
-        numbers["next_worker"] = state["next_worker"]
-        numbers.update({f"micro_batches[{i}]": count for i, count in enumerate(state["micro_batches"])})
-        numbers.update({f"worker_samples[{i}]": count for i, count in enumerate(workers or [])})
-        for name, value in numbers.items():
-            if type(value) is not int or value < 0:
-                raise ValueError(f"found {name}={value!r} in a loader state, expected an integer >= 0.")
-        exhausted = state.get("exhausted", False)
-        if type(exhausted) is not bool:
-            raise ValueError(f"found exhausted={exhausted!r} in a loader state, expected true or false.")
+        """Takes over a state of which `check_state` found nothing wrong."""
         self.start_epoch(state["epoch"])
-        now = self.position
+        now, workers = self.position, state["worker_samples"]
         now.samples, now.global_batches = state["samples"], state["global_batches"]
-        now.order, now.exhausted = state["order"], exhausted
+        now.order, now.exhausted = state["order"], state.get("exhausted", False)
         now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
         self.restored = True
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Raises ValueError if it is nothing that the ``state_dict`` of a loader gives, whatever loader it is for."""
+    if type(state.get("seed")) is not int or "sampler_generator" not in state:
+        raise ValueError("found a loader state without seed or sampler_generator, expected what state_dict() gives.")
+    missing = sorted(set(LoaderProgress().state_dict()) - set(state) - {"exhausted"})  # older ones do not know it
+    if missing:
+        raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
+    numbers = {name: state[name] for name in _NUMBERS}
+    for name in ("micro_batches", "worker_samples"):
+        values = [] if name == "worker_samples" and state[name] is None else state[name]
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"found {name}={values!r:.60} in a loader state, expected a list of integers.")
+        numbers.update({f"{name}[{i}]": value for i, value in enumerate(values)})
+    for name, value in numbers.items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"found {name}={value!r:.60} in a loader state, expected an integer >= 0.")
+    exhausted, order, generator = state.get("exhausted", False), state["order"], state["sampler_generator"]
+    if type(exhausted) is not bool:
+        raise ValueError(f"found exhausted={exhausted!r:.60} in a loader state, expected true or false.")
+    if not (order is None or isinstance(order, str)):
+        raise ValueError(f"found order={order!r:.60} in a loader state, expected the hash of an order.")
+    if generator is not None and not _is_hexadecimal(generator):
+        raise ValueError(f"found sampler_generator={generator!r:.60} in a loader state, expected hexadecimal digits.")
+
+
+def _is_hexadecimal(value: object) -> bool:
+    try:
+        return bool(bytes.fromhex(value))
+    except (TypeError, ValueError):
+        return False

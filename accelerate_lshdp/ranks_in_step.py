@@ -25,7 +25,7 @@ PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, FAILED)
 _MODULUS = 2**48
 _MULTIPLIER = 0x5DEECE66D
 
-_NOT_IN_STEP = (
+NOT_IN_STEP = (
     "A rank has left out, or repeated, a batch, a backward or an optimizer step that others have not: after an "
     "exception that was caught, or a condition that holds on one rank only. Let all ranks do the same (ask what the "
     "others found by accelerator.reduce), and go on from the last checkpoint"
@@ -98,6 +98,6 @@ def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] 
                 f"rank {rank} at global batch {batch} after {steps} optimizer steps"
                 for rank, (batch, steps, _) in enumerate(places)
             ),
-            _NOT_IN_STEP,
+            NOT_IN_STEP,
         )
     raise RuntimeError(f"the ranks are not in step in this backward: found {what}; expected the same on all. {why}")

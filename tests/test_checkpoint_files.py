@@ -24,6 +24,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     verify,
     write_file,
 )
+from accelerate_lshdp.engine.checkpoint_lock import lock_path
 
 
 def fill(folder, number, generation=None, content=b"content"):
@@ -44,6 +45,8 @@ def leave(final, number, kind="partial", complete=True):
     """What a killed writer leaves."""
     folder = final.parent / f".{final.name}.{number:032x}.{kind}"
     folder.mkdir()
+    if kind == "partial":
+        lock_path(folder).touch()
     if complete:
         fill(folder, number)
     else:
@@ -169,7 +172,7 @@ def test_leftovers_are_removed_and_the_living_left_alone(tmp_path):
     with partial_folder(tmp_path / "c", f"{5:032x}") as living:
         fill(living, 5)
         remove_leftovers(tmp_path)
-        assert names(tmp_path) == sorted([living.name, ".other.partial", young.name, "a"])
+        assert names(tmp_path) == sorted([living.name, lock_path(living).name, ".other.partial", young.name, "a"])
         assert [found.manifest.step for found in search(tmp_path)] == [3]
     assert Manifest.read(tmp_path / "a").step == 3
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 from test_checkpoint_files import leave, names, put
 from torch import nn
 
-from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp import LSHDPAccelerator, checkpointing
 from accelerate_lshdp.engine.checkpoint_files import MANIFEST
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number
 
@@ -46,6 +49,30 @@ def test_numbers_go_on_after_a_resume_and_after_another_one(workers, tmp_path):
     assert workers(1).run(run, str(tmp_path), 3)[0] == (["checkpoint_1", "checkpoint_2"], 0, [3, 3])
     assert workers(1).run(run, str(tmp_path), 1, "")[0] == (["checkpoint_2", "checkpoint_3"], 3, [4, 4])
     assert workers(1).run(run, str(tmp_path), 3, "")[0] == (["checkpoint_5", "checkpoint_6"], 4, [7, 7])
+
+
+def run_where_nothing_can_be_removed(folder: str) -> tuple[tuple[list[str], int, list[int]], list[str]]:
+    """As `run`, where a rank that removes old checkpoints may not."""
+
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    handler = BufferingHandler(100)
+    logger, drop = logging.getLogger(checkpointing.__name__), checkpointing.drop_oldest
+    logger.addHandler(handler)
+    checkpointing.drop_oldest = denied
+    try:
+        return run(folder, 2, limit=1), [record.getMessage() for record in handler.buffer]
+    finally:
+        checkpointing.drop_oldest = drop
+        logger.removeHandler(handler)
+
+
+def test_old_checkpoints_that_cannot_be_removed_do_not_end_a_run(workers, tmp_path):
+    """The new one is complete: whoever writes it says so, and no rank waits for another one that has stopped."""
+    (one, warned), (other, silent) = workers(2).run(run_where_nothing_can_be_removed, str(tmp_path), nodes=(2,))
+    assert one == other == (["checkpoint_0", "checkpoint_1"], 0, [2, 2])
+    assert len(warned) == 2 and "an old checkpoint could not be removed" in warned[0] and not silent
 
 
 def test_what_is_newest_stays_whatever_its_number(workers, tmp_path):

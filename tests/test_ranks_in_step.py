@@ -208,3 +208,22 @@ def draw_lazily(strategy: str) -> None:
 def test_ranks_that_draw_different_samples_are_told_which_batch_differs(workers, strategy):
     errors = workers(2).run(draw_lazily, strategy, expect_failure=True, nodes=(2,))
     assert len({error.message for error in errors}) == 1 and "different samples" in errors[0].message
+
+
+def save_after_a_step_of_one_rank(folder: str) -> None:
+    script = Script("ddp")
+    for batch in script.loader:
+        script.accelerator.backward(CASE.loss(script.model, batch))
+        if script.accelerator.process_index == 0:
+            script.optimizer.step()
+        script.optimizer.zero_grad()
+        script.accelerator.save_state(folder)
+
+
+def test_a_checkpoint_of_ranks_that_are_not_in_step_is_refused(workers, tmp_path):
+    """Two ranks of one parameter set would save what no run of this plan has ever had."""
+    errors = workers(2).run(save_after_a_step_of_one_rank, str(tmp_path / "a"), expect_failure=True, nodes=(1, 1))
+    for error in errors:
+        assert "how many steps their optimizers have made. rank 0: 1; rank 1: 0" in error.message
+        assert "Let all ranks do the same" in error.message and "files and options" not in error.message
+    assert not (tmp_path / "a").exists()

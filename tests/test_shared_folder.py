@@ -7,9 +7,11 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     search,
     token_path,
 )
+from accelerate_lshdp.engine.checkpoint_lock import lock_path
 from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest
 from accelerate_lshdp.engine.shared_folder import remove_tree, wait_until
 
@@ -78,6 +81,20 @@ def is_stale(monkeypatch: pytest.MonkeyPatch, victim: Path) -> None:
     monkeypatch.setattr(os, "stat", stale)
 
 
+def is_private(monkeypatch: pytest.MonkeyPatch, victim: Path) -> None:
+    """As the system says of a folder of another user that nobody else may look into, or of a file of theirs."""
+    for name in ("stat", "lstat", "open", "listdir", "scandir", "unlink", "rename"):
+        call = getattr(os, name)
+
+        def denied(path: object = ".", *args: object, call: Callable = call, name: str = name, **options: object):
+            inside = isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(victim)
+            if inside and (Path(path) != victim or name not in ("stat", "lstat")):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return call(path, *args, **options)
+
+        monkeypatch.setattr(os, name, denied)
+
+
 def old_token(folder: Path) -> Path:
     token = token_path(folder / "a", "0" * 32, 1)
     token.touch()
@@ -96,9 +113,9 @@ LOOKS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("way", [vanishes_when_listed, vanishes_when_looked_at, is_stale])
+@pytest.mark.parametrize("way", [vanishes_when_listed, vanishes_when_looked_at, is_stale, is_private])
 @pytest.mark.parametrize("name", LOOKS)
-def test_what_vanishes_between_two_looks_is_no_error(tmp_path, monkeypatch, name, way):
+def test_what_vanishes_or_is_of_another_user_is_no_error(tmp_path, monkeypatch, name, way):
     put(tmp_path / "a", 1)
     for number in (1, 2, 3):
         put(tmp_path / f"checkpoint_{number}", number + 1)
@@ -109,6 +126,50 @@ def test_what_vanishes_between_two_looks_is_no_error(tmp_path, monkeypatch, name
     monkeypatch.undo()
     assert Manifest.read(tmp_path / "checkpoint_3").step == 4
     assert search(tmp_path)
+
+
+def test_the_folder_that_is_asked_for_has_to_be_readable(tmp_path, monkeypatch):
+    put(tmp_path / "a", 1)
+    is_private(monkeypatch, tmp_path / "a")
+    with pytest.raises(PermissionError):
+        search(tmp_path / "a")
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path, monkeypatch):
+    """It may hold a newer checkpoint, so that it is not passed over without a word."""
+    put(tmp_path / "a", 1)
+    put(tmp_path / "b", 2)
+    is_private(monkeypatch, tmp_path / "b")
+    found = {item.relative: item.problem for item in search(tmp_path)}
+    assert found["a"] is None and "belongs to another user, who lets nobody look into it" in found["b"]
+
+
+@pytest.fixture
+def folder_of_all_users() -> Iterator[Path]:
+    """As /tmp: anybody writes there, and removes only what is theirs."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_a_folder_with_things_of_another_user(folder_of_all_users):
+    root = folder_of_all_users
+    (root / "systemd-private").mkdir(mode=0o700)
+    leave(root / "open", 1), leave(root / "open", 2, kind="replaced"), leave(root / "closed", 3).chmod(0o700)
+    old_token(root)
+    before = names(root)
+    os.seteuid(65534)
+    try:
+        remove_leftovers(root)
+        assert names(root) == before
+        put(root / "mine", newest_generation(root) + 1)
+        assert Manifest.read(root / "mine").generation == 3
+        assert [found.manifest.step for found in search(root / "mine")] == [3]
+        assert {found.relative for found in search(root) if found.manifest} == {"mine", "open"}
+    finally:
+        os.seteuid(0)
 
 
 def test_a_folder_that_vanishes_is_empty(tmp_path, monkeypatch):
@@ -206,10 +267,10 @@ def test_without_locks_a_folder_that_is_written_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     fresh, left = leave(tmp_path / "a", 1, complete=False), leave(tmp_path / "b", 2, complete=False)
-    for path in (left / "data", left):
+    for path in (left / "data", left, lock_path(left)):
         os.utime(path, (OLD, OLD))
     remove_leftovers(tmp_path)
-    assert names(tmp_path) == [fresh.name]
+    assert names(tmp_path) == [lock_path(fresh).name, fresh.name]
 
 
 def test_waiting_ends(tmp_path, monkeypatch):
@@ -223,8 +284,8 @@ def test_waiting_ends(tmp_path, monkeypatch):
 # Two nodes, one folder
 
 
-def save(folder: Path, training: object, step: int) -> None:
-    save_checkpoint(folder, training, layout(), plan_digest="p", step=step, samples_seen=step, seed=0)
+def save(folder: Path, training: object, step: int, **options: Any) -> None:
+    save_checkpoint(folder, training, layout(), plan_digest="p", step=step, samples_seen=step, seed=0, **options)
 
 
 def save_while_a_token_vanishes(root: str) -> list[str]:
@@ -266,26 +327,34 @@ def test_a_token_that_vanishes_between_two_looks(workers, tmp_path):
     assert workers(2).run(save_while_a_token_vanishes, str(tmp_path / "shared"), nodes=(1, 1)) == [["a"]] * 2
 
 
-def save_while_tokens_are_invisible(root: str) -> list[str]:
+def leave_a_note(folder: str) -> frozenset[int]:
+    """A hook of ``save_state`` that writes into the checkpoint, on the main process as most of them."""
+    if dist.get_rank() == 0:
+        Path(folder, "note.txt").write_text("mine")
+    return frozenset()
+
+
+def save_while_tokens_are_invisible(root: str, hook: Callable[[str], frozenset[int]] | None) -> list[str]:
     """Each node sees its own token only, so that both take themselves for writers."""
     exists = Path.exists
     Path.exists = lambda path: exists(path) and not (path.name.endswith(".node0") and dist.get_rank() == 1)
     training = objects(steps=1)
     try:
         for step in (1, 2):
-            save(Path(root) / "a", training, step)
+            save(Path(root) / "a", training, step, before_writing=hook)
             dist.barrier()
         found = objects(seed=1)
         loaded = load_checkpoint(Path(root) / "a", found, layout(), plan_digest="p")
     finally:
         Path.exists = exists
-    assert loaded.step == 2
+    assert loaded.step == 2 and (hook is None or (Path(root) / "a" / "note.txt").exists())
     assert_same(full_state(found), full_state(training))
     return visible(Path(root))
 
 
-def test_a_file_system_that_shows_tokens_late(workers, tmp_path):
-    assert workers(2).run(save_while_tokens_are_invisible, str(tmp_path), nodes=(1, 1)) == [["a"]] * 2
+@pytest.mark.parametrize("hook", [None, leave_a_note])
+def test_a_file_system_that_shows_tokens_late(workers, tmp_path, hook):
+    assert workers(2).run(save_while_tokens_are_invisible, str(tmp_path), hook, nodes=(1, 1)) == [["a"]] * 2
 
 
 def load_what_is_seen_late(root: str) -> tuple[int, list[str]]:

@@ -161,6 +161,23 @@ def test_a_launch_file_is_taken_as_meant(tmp_path: Path, changes: dict, expected
             assert (found, type(found)) == (value, type(value)), key
 
 
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_a_launch_file_without_a_number_of_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    """accelerate takes it for -1 and advises a flag of its own command."""
+    file = tmp_path / f"nobody{suffix}"
+    file.write_text(json.dumps({"distributed_type": "FSDP", "use_cpu": True}))
+    assert main(["launch", "--config_file", str(file), "-m", "script"]) == 2
+    said = capsys.readouterr().err
+    assert "num_processes: found no number, expected that of the ranks of this node" in said
+    file.write_text(json.dumps({"distributed_type": "NO", "use_cpu": True}))  # one process is what this type says
+    config, understood = read_launch_config(file, written_to(tmp_path))
+    assert config.num_processes == 1
+    arguments = launch_command_parser().parse_args(["--config_file", str(understood), "script.py"])
+    assert _validate_launch_command(arguments)[0].num_processes == 1
+
+
 def test_a_file_that_accelerate_reads_alike_is_handed_on(tmp_path: Path) -> None:
     for suffix, changes in ((".yaml", {"mixed_precision": '"no"'}), (".json", {})):
         file = launch_file(tmp_path, suffix, **changes)
@@ -171,6 +188,7 @@ def test_a_file_that_accelerate_reads_alike_is_handed_on(tmp_path: Path) -> None
     ("changes", "message"),
     [
         ({"num_processes": "two"}, 'num_processes: found "two"'),
+        ({"num_processes": -1}, "num_processes: found no number"),
         ({"num_processes": "2.5"}, "num_processes: found 2.5"),
         ({"num_processes": "9" * 6000}, "expected one that fits 64 bits|num_processes: found"),
         ({"num_processes": 10**12}, "num_processes: found 1000000000000"),

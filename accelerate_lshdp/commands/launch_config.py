@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
 _ADVICE = "write one with accelerate-lshdp config"
+_NOT_SAID = -1  # accelerate's own number of processes, where a file has none
 #: key: (least, most)
 _WHOLE_NUMBERS = {
-    "num_processes": (-1, LARGEST_BATCH),  # -1: accelerate's own "not said"
+    "num_processes": (_NOT_SAID, LARGEST_BATCH),
     "num_machines": (1, LARGEST_BATCH),
     "machine_rank": (0, LARGEST_BATCH),
     "main_process_port": (0, 65535),
@@ -62,6 +63,8 @@ def read_launch_config(file: Path, write: Callable[[str], Path]) -> tuple[Cluste
                 f" {_ADVICE}"
             )
         meant = {key: _as_meant(key, value) for key, value in document.items()}
+        if meant.get("distributed_type") == "NO" and meant.get("num_processes", _NOT_SAID) == _NOT_SAID:
+            meant["num_processes"] = 1  # which is what that type says
         _check_whole(meant)
     if not _is_read_as(meant, text, file):
         file = write(json.dumps(meant, indent=1))  # JSON is YAML, too
@@ -160,8 +163,14 @@ def _check_whole(document: dict[str, Any]) -> None:
     if engines:
         raise PlanError(f"found {engines[0]}, which cannot share a model with LSHDP; {_ADVICE}.")
     processes, machines, rank = (
-        document.get(key, default) for key, default in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0))
+        document.get(key, default)
+        for key, default in (("num_processes", _NOT_SAID), ("num_machines", 1), ("machine_rank", 0))
     )
+    if processes == _NOT_SAID:
+        raise PlanError(
+            f"found no number, expected that of the ranks of this node, times num_machines; {_ADVICE}.",
+            path="num_processes",
+        )
     if None in (processes, machines, rank) or not 0 <= rank < machines or processes // machines < 1:
         raise PlanError(
             f"found num_processes {processes}, num_machines {machines} and machine_rank {rank}, which starts no"

@@ -145,13 +145,13 @@ def save_checkpoint(
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
         if before_writing:
             aside = guest_folder(final, save_id)
-            if elected:
+            if folder is not None:
                 attempt(aside.mkdir)
         together(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
             objects = replace(objects, left_out=before_writing(str(aside)))
             contents = collect(objects, layout, trust_checkpoint)
-            if elected:
+            if folder is not None:
                 attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
@@ -172,6 +172,7 @@ def load_checkpoint(
     plan_digest: str,
     trust_checkpoint: bool = False,
     accepts: Accepts | None = None,
+    fits: Accepts | None = None,
     before_reading: Callable[[str], frozenset[int]] | None = None,
 ) -> LoadedCheckpoint:
     """Restores a run from the newest checkpoint that is complete on some node (collective).
@@ -186,6 +187,8 @@ def load_checkpoint(
         plan_digest: of the plan of this run.
         trust_checkpoint: allows reading pickles. A pickle can run any code.
         accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
+        fits: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint are
+            of a run like this one, and raises what is not.
         before_reading: called on all ranks with the checkpoint's folder (collective); says which models are
             `left_out`.
 
@@ -199,6 +202,8 @@ def load_checkpoint(
         manifest = Manifest.read(path)
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
         saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
+        if fits is not None:
+            fits(saved.loaders, saved.extra)
     with failing_together(f"restoring checkpoint {path}"):
         saved.apply()
         random_state = saved.random_state(layout.rank) if same_plan else None

@@ -2,12 +2,11 @@
 
 A writer fills a hidden folder beside the final name, brings it to the disk, and renames it. The manifest is written
 last, so a folder with a valid manifest is complete even if its writer was killed before the rename. The writer holds a
-lock on its folder: a hidden folder that nobody holds is what a killed writer left.
+lock (`checkpoint_lock`): a hidden folder that nobody holds is what a killed writer left.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -18,9 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate_lshdp.engine.checkpoint_lock import is_free, is_lock, lock_path, locked, remove_lock
 from accelerate_lshdp.engine.checkpoint_manifest import MANIFEST, Manifest
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
-from accelerate_lshdp.engine.shared_folder import changed_at, entries, holds_file, is_gone, remove_file, remove_tree
+from accelerate_lshdp.engine.shared_folder import (
+    changed_at,
+    entries,
+    holds_file,
+    is_denied,
+    is_gone,
+    may_hold,
+    remove_file,
+    remove_tree,
+)
 
 
 READ_BYTES = 1 << 24
@@ -48,20 +57,31 @@ class Found:
 
 
 def search(directory: Path) -> list[Found]:
-    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete."""
+    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete.
+
+    Folders in it that this user may not look into are found as well, with that as their problem.
+
+    Raises:
+        PermissionError: this user may not look into `directory` itself.
+    """
     found = []
     if holds_file(directory / MANIFEST):
         found.append(_look(directory, ""))
     for path, name in _abandoned(directory.parent):
-        if name == directory.name and holds_file(path / MANIFEST):
+        if name == directory.name and may_hold(path, MANIFEST):
             found.append(_look(path, ""))
     if found:
         return found
     for path in entries(directory):
-        if not path.name.startswith(".") and holds_file(path / MANIFEST):
+        if path.name.startswith("."):
+            continue
+        holds = may_hold(path, MANIFEST)
+        if holds is None:
+            found.append(Found(path, path.name, None, f"{path} belongs to another user, who lets nobody look into it"))
+        elif holds:
             found.append(_look(path, path.name))
     for path, name in _abandoned(directory):
-        if holds_file(path / MANIFEST):
+        if may_hold(path, MANIFEST):
             found.append(_look(path, name))
     return found
 
@@ -121,14 +141,12 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             writes where tokens of other nodes are seen too late.
     """
     path = _hidden_path(final, save_id, "partial")
-    os.mkdir(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _lock(descriptor, fcntl.LOCK_EX)
-        yield path
-    finally:
-        os.close(descriptor)
-        remove_tree(path)
+    with locked(path):
+        os.mkdir(path)
+        try:
+            yield path
+        finally:
+            remove_tree(path)
 
 
 def guest_folder(final: Path, save_id: str) -> Path:
@@ -161,6 +179,12 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
     `recover` know. Files that others put into the older checkpoint move to the new one. If another node or run has
     given this folder its name in the meantime, as `recover` does, nothing is left to be done.
     """
+    _rename(folder, final, save_id)
+    with _unless_denied():
+        remove_lock(lock_path(folder), is_old=False)  # of a killed writer; a living one holds it until the end
+
+
+def _rename(folder: Path, final: Path, save_id: str) -> None:
     replaced: Path | None = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
         _sync_folder(folder)
@@ -213,15 +237,24 @@ def recover(final: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes what killed writers left in `parent`; completes what only lacked its rename."""
+    """Removes what killed writers left in `parent`; completes what only lacked its rename.
+
+    What other users left there, and this one may not remove, stays: it is in nobody's way.
+    """
     for name in {name for _, name in _abandoned(parent)}:
-        recover(parent / name)
+        with _unless_denied():
+            recover(parent / name)
     for path, _ in _abandoned(parent):
-        if _has_locks(path) or _is_old(path):
-            remove_tree(path)
+        with _unless_denied():
+            free = is_free(path)  # None: nothing but its age tells whether a living writer has it
+            if free or (free is None and _is_old(path)):
+                remove_tree(path)
     for path in entries(parent):
-        if _TOKEN.fullmatch(path.name) and _is_old(path):
-            remove_file(path)
+        with _unless_denied():
+            if is_lock(path):
+                remove_lock(path, _is_old(path))
+            elif _TOKEN.fullmatch(path.name) and _is_old(path):
+                remove_file(path)
 
 
 def is_named(final: Path, save_id: str) -> bool:
@@ -246,50 +279,29 @@ def hidden_names(parent: Path) -> list[str]:
 
 
 def newest_generation(parent: Path) -> int:
-    """The largest generation of any checkpoint in `parent`; 0 if there is none."""
-    manifests = (_look(path, "").manifest for path in entries(parent) if holds_file(path / MANIFEST))
+    """The largest generation of any checkpoint in `parent` that this user may read; 0 if there is none."""
+    manifests = (_look(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
     return max((manifest.generation for manifest in manifests if manifest is not None), default=0)
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a living writer holds a hidden folder. Where folders cannot be locked (NFS) nothing is ever in use."""
-    return _try_lock(folder) is False
+    """Whether a living writer holds a hidden folder. Where files cannot be locked nothing is ever in use."""
+    return is_free(folder) is False
 
 
-def _has_locks(folder: Path) -> bool:
-    """Whether a living writer would be known by its lock."""
-    return _try_lock(folder) is not None
-
-
-def _try_lock(folder: Path) -> bool | None:
-    """True: nobody holds it; False: somebody does, or has renamed or removed it; None: it cannot be locked."""
+@contextmanager
+def _unless_denied() -> Iterator[None]:
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        yield
     except OSError as error:
-        if is_gone(error):  # committed or removed since it was listed
-            return False
-        raise
-    try:
-        return _lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
+        if not is_denied(error):
+            raise
 
 
 def _is_old(path: Path) -> bool:
     """Whether nothing there has changed for longer than anybody writes without a pause."""
     times = [changed_at(part) for part in (path, *entries(path))]
     return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
-
-
-def _lock(descriptor: int, kind: int) -> bool | None:
-    """False if another process holds the lock; None if this file system has no locks for folders."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _look(path: Path, relative: str) -> Found:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from accelerate_lshdp.engine.checkpoint_files import MANIFEST, Manifest, drop, hidden_names
-from accelerate_lshdp.engine.shared_folder import entries, holds_file
+from accelerate_lshdp.engine.shared_folder import entries, may_hold
 
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -35,7 +35,7 @@ def drop_oldest(folder: Path, limit: int) -> None:
     """
     dated: list[tuple[tuple[int, int, str], Path]] = []
     for path in entries(folder):
-        if _NUMBERED.fullmatch(path.name) and holds_file(path / MANIFEST):
+        if _NUMBERED.fullmatch(path.name) and may_hold(path, MANIFEST):
             try:
                 dated.append((Manifest.read(path).age, path))
             except ValueError:  # damaged: of no use to anybody, so it goes first

@@ -37,7 +37,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     write_file,
 )
 from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
-from accelerate_lshdp.engine.checkpoint_validation import Accepts, what_is_wrong
+from accelerate_lshdp.engine.checkpoint_validation import TRAINING, Accepts, what_is_wrong
 from accelerate_lshdp.engine.shared_folder import remove_file, wait_until
 
 
@@ -112,7 +112,8 @@ def find_newest(
     """The newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
     Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
-    it; a node whose copy is damaged counts as lacking it. `accepts` checks what the document holds for others.
+    it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `accepts` checks what
+    the document holds for others.
     """
     found: list[Found] = []
     with failing_together(f"searching for checkpoints in {directory}"):
@@ -130,10 +131,17 @@ def find_newest(
             problem = verify(candidate.path, candidate.manifest)
             problem = problem or what_is_wrong(candidate.path, candidate.manifest, accepts)
         path = str(candidate.path) if candidate and problem is None else None
-        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem))
-        problems += [f"node {node}: {text}" for node, _, _, text in answers if text is not None]
-        holders = [rank for rank, (_, where, _, _) in enumerate(answers) if where is not None]
-        if holders:
+        said = candidate.manifest.files[TRAINING].crc32 if path else None
+        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, said))
+        problems += [f"node {answer[0]}: {answer[3]}" for answer in answers if answer[3] is not None]
+        holders = [rank for rank, answer in enumerate(answers) if answer[1] is not None]
+        if len({answers[rank][4] for rank in holders}) > 1:
+            # Nodes would go on from different places, and which of them is right cannot be told.
+            problems.append(
+                f"{answers[holders[0]][1]}: nodes have different contents of its {TRAINING}, expected the same; if "
+                "you know which node's is right, remove the checkpoint on the others, which get it from there"
+            )
+        elif holders:
             paths: list[str | None] = [None] * layout.num_nodes
             for rank in holders:
                 paths[answers[rank][0]] = answers[rank][1]

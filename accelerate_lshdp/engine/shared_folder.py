@@ -2,7 +2,8 @@
 """A folder that other nodes and runs change at the same time: what was listed may be gone when it is looked at.
 
 A network file system also shows late what another node did, and says of what another node removed that its handle is
-stale. None of this is an error of whoever looks.
+stale. A folder such as /tmp holds things of other users, which this one may neither read nor remove. None of this is
+an error of whoever looks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 #: A file system that caches what folders hold shows changes of other nodes after seconds (NFS: up to a minute).
 LONGEST_DELAY_SECONDS = 180.0
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_DENIED = (errno.EACCES, errno.EPERM)
 # Every attempt that fails has found that others removed something, so many attempts mean a file system without sense.
 _ATTEMPTS = 100
 _logger = logging.getLogger(__name__)
@@ -27,6 +29,11 @@ _logger = logging.getLogger(__name__)
 def is_gone(error: OSError) -> bool:
     """Whether an error says that a file is not, or no longer, there."""
     return error.errno in _GONE
+
+
+def is_denied(error: OSError) -> bool:
+    """Whether an error says that this user may not do that: what it is about belongs to another one."""
+    return error.errno in _DENIED
 
 
 def entries(folder: Path) -> list[Path]:
@@ -46,6 +53,16 @@ def holds_file(path: Path) -> bool:
     except OSError as error:
         if is_gone(error):
             return False
+        raise
+
+
+def may_hold(folder: Path, name: str) -> bool | None:
+    """Whether there is a regular file of that name in one of many folders; None if this user may not look into it."""
+    try:
+        return holds_file(folder / name)
+    except OSError as error:
+        if is_denied(error):
+            return None
         raise
 
 
