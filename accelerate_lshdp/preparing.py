@@ -40,19 +40,25 @@ else:
 logger = get_logger(__name__)
 
 
-def _without_keeping(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that calls a method of the accelerator without keeping it alive: dropped, it is freed at once."""
-    reference = weakref.WeakMethod(method)
+class _StepHook:
+    """A hook of an optimizer that calls a method of the accelerator without keeping it alive: dropped, it is freed."""
 
-    def call(*args: Any) -> Any:
-        found = reference()
-        if found is None:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @staticmethod
+    def is_on(optimizer: torch.optim.Optimizer, accelerator: Preparing) -> bool:
+        """Whether this accelerator follows the optimizer's steps already; a copy of an optimizer has no hooks."""
+        hooks = [hook for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _StepHook)]
+        return any(getattr(hook._method(), "__self__", None) is accelerator for hook in hooks)
+
+    def __call__(self, *args: Any) -> Any:
+        method = self._method()
+        if method is None:
             raise RuntimeError(
                 "the accelerator that prepared this optimizer is gone; keep it as long as you use what it prepared"
             )
-        return found(*args)
-
-    return call
+        return method(*args)
 
 
 class Preparing(_Base):
@@ -94,9 +100,7 @@ class Preparing(_Base):
         self._prepared.append(prepared)
         if len(self._prepared) > 1:
             self._exchange.expect_several_models()
-        for optimizer in self._optimizers:
-            self._follow_parameters(optimizer.optimizer)
-            self._check_optimizer(optimizer.optimizer)
+        self._take_optimizers([optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters())
         prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
             require_known_labels(model)
@@ -163,20 +167,39 @@ class Preparing(_Base):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            self._follow_parameters(optimizer)
-            self._check_optimizer(optimizer)
-            if self.device.type == "cpu" and not optimizer.state:
-                fuse_steps(optimizer, self.policies.is_sharded)
-            optimizer.register_step_pre_hook(_without_keeping(self._before_step))
-            optimizer.register_step_post_hook(_without_keeping(self._after_step))
+            # After free_memory scripts prepare the same one again.
+            known = _StepHook.is_on(optimizer, self)
+            parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
+            self._take_optimizers([optimizer], parameters)
+            if not known:
+                if self.device.type == "cpu" and not optimizer.state:
+                    fuse_steps(optimizer, self.policies.is_sharded)
+                optimizer.register_step_pre_hook(_StepHook(self._before_step))
+                optimizer.register_step_post_hook(_StepHook(self._after_step))
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_sharded_optimizer(optimizer)
-        step_one_by_one(optimizer)
-        notice = check_optimizer(optimizer)
-        if notice is not None:
-            logger.warning_once(notice)
+    def _take_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], new: Sequence[torch.Tensor]) -> None:
+        """Gives optimizers the parameters as they have been placed, and checks that they can update them (collective).
+
+        Args:
+            optimizers: some may have been checked, and have stepped, before.
+            new: parameters that they have not been checked with.
+
+        Raises:
+            RuntimeError: on all ranks, if one cannot; of one rank alone the error itself.
+        """
+        error: Exception | None = None
+        try:
+            for optimizer in optimizers:
+                self._follow_parameters(optimizer)
+                check_sharded_optimizer(optimizer)
+                step_one_by_one(optimizer)
+                notice = check_optimizer(optimizer, new)
+                if notice is not None:
+                    logger.warning_once(notice)
+        except ValueError as found:
+            error = found
+        self._raise_everywhere(error)
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer the sharded parameters in place of those they were made from."""

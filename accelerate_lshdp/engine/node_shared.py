@@ -12,7 +12,7 @@ parameters one by one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -355,8 +355,12 @@ def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.P
     return hidden
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+def check_optimizer(optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str | None:
     """What to tell about an optimizer that is to update parameters of a node part by part, or None.
+
+    Args:
+        optimizer: may have been checked before; since then each rank has made state of the parameters it updates.
+        new: parameters that it was not checked with.
 
     Raises:
         ValueError: it treats all parameters as one, or has already stepped.
@@ -365,7 +369,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     shared = [parameter for parameter in parameters if NodeOwnership.of(parameter) is not None]
     if not shared:
         return None
-    states = [optimizer.state[parameter] for parameter in shared if parameter in optimizer.state]
+    unchecked = {id(parameter) for parameter in new}
+    states = [optimizer.state[p] for p in shared if id(p) in unchecked and p in optimizer.state]
     if any(state and state.get("step") != 0 for state in states):  # some have a state from the beginning
         raise ValueError(
             "the optimizer has already stepped (it holds state of parameters that another rank will update); call "
