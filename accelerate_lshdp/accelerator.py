@@ -52,6 +52,7 @@ from accelerate_lshdp.step_exchange import StepExchange
 from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.stepping import Stepping
 from accelerate_lshdp.trainer import correct_loaded_trainer
+from accelerate_lshdp.unstepped import UnsteppedGradients
 from accelerate_lshdp.weighting import LossWeighting
 
 
@@ -129,7 +130,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
         self._rank_step = RankStep()
-        self._unstepped: set[PreparedModel] = set()  # with a backward since the last step of an optimizer of theirs
+        self._unstepped = UnsteppedGradients()
         self._loader_context = AcceleratorLoaderContext(self)
         self._prepared: list[PreparedModel] = []
         self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}

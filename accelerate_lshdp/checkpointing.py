@@ -123,6 +123,7 @@ class Checkpointing(_Base):
             trust_checkpoint=self.trust_checkpoint,
             before_writing=self._run_save_hooks if self._save_model_state_pre_hook else None,
         )
+        self._unstepped.saved()
         limit = self.project_configuration.total_limit
         if named and limit is not None and self.topology.local_rank == 0:
             self._drop_oldest(limit)
@@ -148,11 +149,12 @@ class Checkpointing(_Base):
                 "save_state was called between two micro-batches of a step, whose gradients are in no checkpoint; "
                 "call it after the optimizer step (if accelerator.sync_gradients)"
             )
-        if any(prepared.holds_gradients() for prepared in self._unstepped):
+        if self._unstepped.would_be_lost(optimizer.optimizer for optimizer in self._optimizers):
             return (
                 "save_state was called between backward and the optimizer's step, whose gradients are in no "
-                "checkpoint; call it after optimizer.step(), or drop the gradients before by optimizer.zero_grad() "
-                "(those of a loop that was left in the middle of an accumulated step, say)"
+                "checkpoint; call it after optimizer.step(), or drop the gradients before by model.zero_grad() "
+                "(those of a loop that was left in the middle of an accumulated step, say; there, "
+                "optimizer.zero_grad() does nothing)"
             )
         return None
 
@@ -199,6 +201,7 @@ class Checkpointing(_Base):
         with failing_together(f"continuing from checkpoint {loaded.path}"):
             for prepared in self._prepared:
                 prepared.parameters_loaded()
+                prepared.drop_gradients()  # of other parameters; there were none when the checkpoint was saved
             for loader, state in zip(self._positioned_loaders(), loaded.loaders, strict=True):
                 loader.load_state_dict(state)
             self._move_schedules(loaded)

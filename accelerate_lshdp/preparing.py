@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import data
+from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.batch_statistics import take_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
@@ -25,8 +27,10 @@ from accelerate_lshdp.engine.sharding_limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
+from accelerate_lshdp.optimizer_steps import PreparedOptimizer, StepHook
 from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.plugin import BatchNormMode
+from accelerate_lshdp.unstepped import parameters_of
 from accelerate_lshdp.weighting import LossWeighting, require_known_labels
 
 
@@ -38,21 +42,6 @@ else:
     _Base = object
 
 logger = get_logger(__name__)
-
-
-def _without_keeping(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that calls a method of the accelerator without keeping it alive: dropped, it is freed at once."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        if found is None:
-            raise RuntimeError(
-                "the accelerator that prepared this optimizer is gone; keep it as long as you use what it prepared"
-            )
-        return found(*args)
-
-    return call
 
 
 class Preparing(_Base):
@@ -94,9 +83,7 @@ class Preparing(_Base):
         self._prepared.append(prepared)
         if len(self._prepared) > 1:
             self._exchange.expect_several_models()
-        for optimizer in self._optimizers:
-            self._follow_parameters(optimizer.optimizer)
-            self._check_optimizer(optimizer.optimizer)
+        self._take_optimizers([optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters())
         prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
             require_known_labels(model)
@@ -163,20 +150,42 @@ class Preparing(_Base):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            self._follow_parameters(optimizer)
-            self._check_optimizer(optimizer)
-            if self.device.type == "cpu" and not optimizer.state:
-                fuse_steps(optimizer, self.policies.is_sharded)
-            optimizer.register_step_pre_hook(_without_keeping(self._before_step))
-            optimizer.register_step_post_hook(_without_keeping(self._after_step))
-        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+            # After free_memory scripts prepare the same one again.
+            known = self in StepHook.followers(optimizer)
+            parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
+            self._take_optimizers([optimizer], parameters)
+            if not known:
+                if self.device.type == "cpu" and not optimizer.state:
+                    fuse_steps(optimizer, self.policies.is_sharded)
+                optimizer.register_step_pre_hook(StepHook(self._before_step))
+                optimizer.register_step_post_hook(StepHook(self._after_step))
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = PreparedOptimizer  # accelerate leaves no choice of the class that it makes
+        return prepared
 
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        check_sharded_optimizer(optimizer)
-        step_one_by_one(optimizer)
-        notice = check_optimizer(optimizer)
-        if notice is not None:
-            logger.warning_once(notice)
+    def _take_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], new: Sequence[torch.Tensor]) -> None:
+        """Gives optimizers the parameters as they have been placed, and checks that they can update them (collective).
+
+        Args:
+            optimizers: some may have been checked, and have stepped, before.
+            new: parameters that they have not been checked with.
+
+        Raises:
+            RuntimeError: on all ranks, if one cannot; of one rank alone the error itself.
+        """
+        error: Exception | None = None
+        try:
+            for optimizer in optimizers:
+                self._follow_parameters(optimizer)
+                check_sharded_optimizer(optimizer)
+                step_one_by_one(optimizer)
+                notice = check_optimizer(optimizer, new)
+                if notice is not None:
+                    logger.warning_once(notice)
+        except ValueError as found:
+            error = found
+        self._raise_everywhere(error)
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives the optimizer the sharded parameters in place of those they were made from."""
@@ -223,6 +232,7 @@ class Preparing(_Base):
         return total.to(loss.device, loss.dtype) if isinstance(loss, torch.Tensor) else total.item()
 
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self._refuse_lost_gradients(optimizer)
         for prepared in self._prepared:
             prepared.before_step()
         if self.num_processes > 1:
@@ -230,6 +240,21 @@ class Preparing(_Base):
             self._refuse_gradients_of_one_rank(optimizer)
         self._hidden += hide_what_others_update(optimizer)
         self._timer.optimizer_begins()
+
+    def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        lost = self._unstepped.takes_lost(optimizer)
+        if lost is None:
+            return
+        for prepared in self._prepared:
+            prepared.collective_begins()
+        raise_together(
+            "found an optimizer.step() with gradients that were there when save_state was called, after the step of "
+            "another optimizer: the checkpoint lacks them, so a run that continues it is another one. Call save_state "
+            "after the steps of all optimizers, and drop gradients that are not to be stepped with before it, by "
+            "model.zero_grad()"
+            if lost
+            else None
+        )
 
     def _settle_local_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -260,10 +285,7 @@ class Preparing(_Base):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._timer.step_ends()
         self._rank_step.optimizer_steps += 1
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._unstepped -= {
-            prepared for prepared in self._unstepped if any(id(p) in updated for p in prepared.trainable_parameters())
-        }
+        self._unstepped.step_ended(optimizer)
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
@@ -273,6 +295,16 @@ class Preparing(_Base):
             self.completed_steps += 1
         if self._sizing is not None:
             self._rebalance()
+
+    def _step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer did not step, because gradients have overflowed on some rank: they are of the past."""
+        self._unstepped.step_ended(optimizer)
+
+    def _gradients_dropped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has cleared ``.grad`` of its parameters; not all gradients are there."""
+        holding = [prepared for prepared in self._prepared if prepared.local.held]
+        for prepared in holding:
+            prepared.drop_unsummed(parameters_of([optimizer]))
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None

@@ -178,6 +178,7 @@ class Stepping(_Base):
         loss = weigh(loss, weight)
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        self._unstepped.backward_begins()
         for prepared in self._prepared:
             prepared.local.begin(prepared.has_gradients())
             prepared.begin_backward(prepared.synchronise_next)
@@ -190,7 +191,7 @@ class Stepping(_Base):
                 meeting.require_all()  # else gradients are waited for that do not come
             took_part = self._models_that_took_part()
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
-            self._unstepped.update(took_part)
+            self._unstepped.produced(took_part)
             for prepared in took_part:
                 prepared.deliver_backward()
             pending = self._report(synchronised)  # while the last gradients travel

@@ -12,8 +12,9 @@ parameters one by one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import nn
 from accelerate_lshdp.engine.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
 from accelerate_lshdp.engine.cpu_binding import one_rank_can_use_the_node
+from accelerate_lshdp.engine.loading import follow_loading
 from accelerate_lshdp.engine.marks import would_stay
 from accelerate_lshdp.engine.node_memory import Layout, NodeMemory
 from accelerate_lshdp.engine.node_reduction import NodeReduction, SharedBucket
@@ -105,8 +107,7 @@ class NodeSharedModel(PreparedModel):
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
-        module.register_load_state_dict_pre_hook(_meet_before_loading)
-        module.register_load_state_dict_post_hook(_forget_parameters)
+        follow_loading(self)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -211,6 +212,8 @@ class NodeSharedModel(PreparedModel):
         self._before = [parameter.grad for parameter in self._parameters]
         for index, gradient in enumerate(self._before):
             in_place = gradient is not None and gradient.data_ptr() == self._views[index].data_ptr()
+            if gradient is None:
+                self._earlier.pop(index, None)  # the script has dropped what this was to be added to
             if self._holds_local and gradient is not None and not in_place:
                 raise RuntimeError(
                     f"found a new tensor in .grad of a parameter of shape {tuple(gradient.shape)} between "
@@ -290,6 +293,12 @@ class NodeSharedModel(PreparedModel):
         for parameter in self._parameters:
             parameter.grad = None
 
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._holds_local = False
+        self._earlier.clear()
+        self._versions.clear()
+
     # The optimizer's step
 
     def before_step(self) -> None:
@@ -314,8 +323,11 @@ class NodeSharedModel(PreparedModel):
         self._reduction.barrier(Meeting.STEP_ENDS)
         self._watch.note()
 
-    def meet_before_loading(self) -> None:
-        """Waits until all ranks of the node are about to set the parameters to the same values (collective)."""
+    def loading_begins(self, state: dict[str, Any]) -> None:
+        """Waits until all ranks of the node are about to set the parameters to the same values (collective).
+
+        Until then others may compute with the parameters as they are, or read them.
+        """
         self._reduction.barrier(Meeting.LOADING)
 
     def parameters_loaded(self) -> None:
@@ -323,20 +335,6 @@ class NodeSharedModel(PreparedModel):
 
     def collective_begins(self) -> None:
         self._reduction.collective_begins()
-
-
-def _meet_before_loading(module: nn.Module, *_: object) -> None:
-    """Until all ranks are about to load, others may compute with the parameters as they are, or read them."""
-    prepared = PreparedModel.of(module)
-    if isinstance(prepared, NodeSharedModel):
-        prepared.meet_before_loading()
-
-
-def _forget_parameters(module: nn.Module, _: object) -> None:
-    """Loading a state sets the same values on all ranks, so that every rank may do it."""
-    prepared = PreparedModel.of(module)
-    if prepared is not None:
-        prepared.parameters_loaded()
 
 
 def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -355,8 +353,12 @@ def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.P
     return hidden
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
+def check_optimizer(optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str | None:
     """What to tell about an optimizer that is to update parameters of a node part by part, or None.
+
+    Args:
+        optimizer: may have been checked before; since then each rank has made state of the parameters it updates.
+        new: parameters that it was not checked with.
 
     Raises:
         ValueError: it treats all parameters as one, or has already stepped.
@@ -365,7 +367,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     shared = [parameter for parameter in parameters if NodeOwnership.of(parameter) is not None]
     if not shared:
         return None
-    states = [optimizer.state[parameter] for parameter in shared if parameter in optimizer.state]
+    unchecked = {id(parameter) for parameter in new}
+    states = [optimizer.state[p] for p in shared if id(p) in unchecked and p in optimizer.state]
     if any(state and state.get("step") != 0 for state in states):  # some have a state from the beginning
         raise ValueError(
             "the optimizer has already stepped (it holds state of parameters that another rank will update); call "

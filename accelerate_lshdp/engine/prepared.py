@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,9 +141,29 @@ class PreparedModel(ABC):
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
 
-    def holds_gradients(self) -> bool:
-        """Whether there are gradients that would change the parameters: not those that were set to None or zero."""
-        gradients = (p.grad for p in self.trainable_parameters() if p.grad is not None)
+    def drop_gradients(self) -> None:
+        """Drops all gradients, wherever they are; never inside a backward."""
+        for parameter in self.trainable_parameters():
+            parameter.grad = None
+        self.local.clear()
+
+    def drop_unsummed(self, parameters: Collection[int]) -> None:
+        """Drops gradients that are not in ``.grad`` until they are summed; the script has cleared what is there.
+
+        Args:
+            parameters: ids of those whose gradients were dropped.
+        """
+        return
+
+    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
+        """Whether there are gradients that would change the parameters: not those that were set to None or zero.
+
+        Args:
+            among: ids of the parameters that are asked about; None: all.
+        """
+        gradients = (
+            p.grad for p in self.trainable_parameters() if p.grad is not None and (among is None or id(p) in among)
+        )
         return any(bool(g.to_local().any() if isinstance(g, DTensor) else g.any()) for g in gradients)
 
     def has_gradients(self) -> bool:
@@ -167,6 +188,10 @@ class PreparedModel(ABC):
 
     def after_step(self) -> None:
         """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        return
+
+    def loading_begins(self, state: dict[str, Any]) -> None:
+        """Says that this rank loads a state into the model or a part of it (collective, but where ranks are apart)."""
         return
 
     def parameters_loaded(self) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.collectives import GradientReduction, OrderedReductions, WaitClock
 from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups, reduce_unused_parameters
+from accelerate_lshdp.engine.loading import follow_loading, require_same_names
 from accelerate_lshdp.engine.marks import would_stay
 from accelerate_lshdp.engine.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.sharding_limits import guard_methods, refuse_double_backward
 from accelerate_lshdp.engine.streams import used_on_this_stream
+from accelerate_lshdp.engine.unsummed_gradients import ZeroGrad, drop_unsummed, holds_unsummed
 
 
 @dataclass
@@ -103,6 +106,8 @@ class ShardedModel(PreparedModel):
         self._configure(device, all_gather, reduce_scatter)
         refuse_double_backward(module)
         guard_methods(module)
+        follow_loading(self)
+        vars(module)["zero_grad"] = ZeroGrad(module)
         self._synchronise = False
         self._overlaps = True
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
@@ -209,19 +214,25 @@ class ShardedModel(PreparedModel):
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
         first = len(self._parameters) - len(self._plain.parameters)
-        reference = weakref.ref(self)
+        mark_used = self._marker()
         for index, parameter in enumerate(self._plain.parameters, first):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: reference().mark_used(index))
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
 
-    def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
-        """Watches the gathered parameters, which exist from the first forward on, for gradients."""
-        watched: set[int] = set()
-        reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
+    def _marker(self) -> Callable[[int], None]:
+        """`mark_used` for hooks of autograd: a cycle through one would never be collected."""
+        reference = weakref.ref(self)
 
         def mark_used(index: int) -> None:
             prepared = reference()
             if prepared is not None:
                 prepared.mark_used(index)
+
+        return mark_used
+
+    def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
+        """Watches the gathered parameters, which exist from the first forward on, for gradients."""
+        watched: set[int] = set()
+        mark_used = self._marker()
 
         def before_forward(module: nn.Module, args: tuple) -> None:
             if not self.in_backward:
@@ -377,18 +388,51 @@ class ShardedModel(PreparedModel):
             offset += size
         unit.local.clear()
 
-    def holds_gradients(self) -> bool:
-        # FSDP2 keeps what is not summed yet elsewhere than in .grad.
-        return self.local.held or super().holds_gradients()
+    # Over the world, gradients that were not synchronised are whole, and FSDP2's until they are: not in .grad.
+
+    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
+        return any(self._unsummed(among)) or super().holds_gradients(among)
 
     def has_gradients(self) -> bool:
-        # Over the world those that were not synchronised are whole, and FSDP2's until they are.
-        return (self.policies.strategy.is_world_sharded and self.local.held) or super().has_gradients()
+        return any(self._unsummed()) or super().has_gradients()
+
+    def drop_unsummed(self, parameters: Collection[int] | None = None) -> None:
+        for fsdp_param in self._unsummed(parameters):
+            drop_unsummed(fsdp_param)
+        if not self.has_gradients():
+            self.local.clear()
+
+    def _unsummed(self, among: Collection[int] | None = None) -> Iterator[FSDPParam]:
+        """The parameters, among those with these ids, of which FSDP2 holds a gradient of this rank alone."""
+        if not (self.policies.strategy.is_world_sharded and self.local.held):
+            return
+        for unit in self._units:
+            for fsdp_param, parameter in zip(unit.fsdp_params, unit.parameters, strict=True):
+                if holds_unsummed(fsdp_param) and (among is None or id(parameter) in among):
+                    yield fsdp_param
+
+    def drop_gradients(self) -> None:
+        self.drop_unsummed()
+        super().drop_gradients()
+        self._holds_local = False
+        self._plain.abandon()
+        self._earlier.clear()
+        for unit in self._units:
+            unit.local.clear()
 
     def before_step(self) -> None:
         super().before_step()
-        # A forward without a backward (metrics) may have left parameters gathered; FSDP2 would go on with their values
-        # from before the step.
+        self._drop_gathered()
+
+    def loading_begins(self, state: dict[str, Any]) -> None:
+        require_same_names(state)
+        self._drop_gathered()
+
+    def parameters_loaded(self) -> None:
+        self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        """A forward without a backward (metrics) may have left parameters gathered, with which FSDP2 would go on."""
         for module in self._fsdp_modules():
             module.reshard()
 
@@ -419,9 +463,7 @@ class ShardedModel(PreparedModel):
         for module in self._fsdp_modules():
             for group in param_groups(module):
                 for fsdp_param in group.fsdp_params:
-                    fsdp_param.unsharded_accumulated_grad = None
-                    if hasattr(fsdp_param, "_unsharded_param"):
-                        fsdp_param.unsharded_param.grad = None
+                    drop_unsummed(fsdp_param)
 
 
 def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> None:
