@@ -79,12 +79,16 @@ def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] 
     Raises:
         RuntimeError: on all ranks, if one of them found a problem, or they are not at the same place.
     """
-    found = {name(rank): PROBLEMS[report.problem - 1] for rank, report in enumerate(reports) if report.problem}
+    found: dict[str, list[str]] = {}
+    for rank, report in enumerate(reports):
+        if report.problem:
+            found.setdefault(PROBLEMS[report.problem - 1], []).append(name(rank))
     if found:
         told = (
-            f"the backward of {rank} failed" if text is FAILED else f"{rank} {text}" for rank, text in found.items()
+            f"the backward of {' and '.join(ranks)} failed" if text is FAILED else f"{' and '.join(ranks)} {text}"
+            for text, ranks in found.items()
         )
-        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found.values() else ""))
+        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found else ""))
     places = [(report.global_batch, report.optimizer_steps, report.samples_hash) for report in reports]
     if len(set(places)) == 1:
         return
