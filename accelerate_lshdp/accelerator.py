@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp import data
+from accelerate_lshdp.accumulation_windows import AccumulationWindows
 from accelerate_lshdp.automatic_sizes import AutomaticSizes
 from accelerate_lshdp.backend import prepare_environment, refuse_lonely_state
 from accelerate_lshdp.batch_tracker import BatchTracker
@@ -129,6 +130,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         )
         self._timer = StepTimer(self.device, self._clock)
         self._tracker = BatchTracker()
+        self._windows = AccumulationWindows()
         self._rank_step = RankStep()
         self._unstepped = UnsteppedGradients()
         self._loader_context = AcceleratorLoaderContext(self)
@@ -332,5 +334,6 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
     def free_memory(self, *objects: Any) -> Any:
         self._prepared.clear()
         self._unstepped.clear()
+        self._windows = AccumulationWindows()
         self._new_parameters.clear()
         return super().free_memory(*objects)

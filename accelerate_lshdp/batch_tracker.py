@@ -22,11 +22,6 @@ DIFFERENT_SHARES = (
     "loss tokens, or micro-batches of the step), so a loss of both has no one weight. Call accelerator.backward for "
     "each of them, give short last batches up with drop_last=True, or make one dataset of the two"
 )
-INSIDE_WINDOW = (
-    "found a training step that begins in the middle of the batches that are accumulated for it: the script has left "
-    "out the first ones. Leave out a multiple of gradient_accumulation_steps batches, or use "
-    "accelerator.skip_first_batches(loader, n)"
-)
 
 
 class TrackedBatch:
@@ -39,6 +34,21 @@ class TrackedBatch:
         self.reading = placed.reading
         self.marks = [TensorMark(tensor) for tensor in tensors_in(placed.batch)]
         self.taken = False
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The micro-batches of this rank that are accumulated for its optimizer step."""
+        return self.pass_number, self.place.window
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Tells it from others, also from those of other passes."""
+        return self.pass_number, self.place.global_batch, self.place.micro_batch
+
+    @property
+    def goes_on_from_earlier_pass(self) -> bool:
+        """Whether its window began in an earlier pass over its loader."""
+        return self.place.window < 0
 
     @property
     def is_blind(self) -> bool:
@@ -86,9 +96,9 @@ class BatchTracker:
         self._counted: list[TrackedBatch] = []
         self._over = False  # whether the pass of the current batch has ended
         self._doubtful = False  # whether `accumulate` began with one of several batches that look alike
-        self._recognised = False  # whether a forward told which batch the last backward was of
-        self._entered: tuple[int, int] | None = None  # the accumulation window that was entered last
-        self._begun: tuple[int, int] | None = None  # that of the last backward
+        self._recognised: list[TrackedBatch] = []  # what forwards told that the last backward was of
+        self._trains_in_block = False  # whether there was a backward since `accumulate` began
+        self._begun: tuple[int, int] | None = None  # the accumulation window of the last backward
         self._evaluating: list[Any] = []
         self._last_evaluates = False  # whether the loader that was used last is in an evaluation pass
 
@@ -215,8 +225,11 @@ class BatchTracker:
             The place of the oldest batch that was not trained yet, else of the current one.
         """
         self._seen = []
+        self._trains_in_block = False
         if not self._chosen:
             group = self._first_of_each_loader() or self._only_missed()
+            # Beside a pass that goes on, what another one has left is a sample that was looked at, or of a validation.
+            group = [batch for batch in group if self._is_open(batch)] or group
             if group:
                 self._work_on(group)
             elif self._over:
@@ -226,6 +239,10 @@ class BatchTracker:
         for batch in self._group:
             batch.taken |= batch.is_blind
         return self.current
+
+    def _is_open(self, batch: TrackedBatch) -> bool:
+        """Whether the pass that yielded it goes on."""
+        return any(number == batch.pass_number for _, number in self._open)
 
     def _first_of_each_loader(self) -> list[TrackedBatch]:
         first: dict[int, TrackedBatch] = {}
@@ -262,13 +279,17 @@ class BatchTracker:
         Where that is not known, or batches count differently, sets `problem`.
         """
         seen, self._seen = self._meant(), []
-        self._recognised = bool(seen)
+        self._trains_in_block = True
+        self._recognised = seen
         if seen:
             self._work_on(seen + self._fetched_with(seen))
         elif self.accumulating and all(batch.is_blind for batch in self._group):
             self.problem = self.problem or (UNRECOGNISED if self._doubtful else None)
         elif not self._chosen:
             self._take_only_one()
+        if any(self._is_open(batch) and batch.alive and not batch.taken for batch in self._group):
+            # The script works on this pass again, also if another one was begun since it has fetched the batch.
+            self._last_evaluates = False
         for batch in self._group:
             batch.taken = True
         self._forget_missed()
@@ -336,31 +357,33 @@ class BatchTracker:
     @property
     def in_window(self) -> bool:
         """Whether the script is between two micro-batches of a step, in a pass that goes on."""
-        return self.within_window and any(number == self._group[0].pass_number for _, number in self._open)
+        return self.within_window and self._is_open(self._group[0])
+
+    @property
+    def working_on(self) -> list[TrackedBatch]:
+        """The batches that are worked on, of as many loaders."""
+        return self._group
+
+    @property
+    def trained(self) -> list[TrackedBatch]:
+        """Those that the current backward is of, without those that were only fetched with them, as far as known."""
+        return [batch for batch in self._group if batch in self._recognised] or self._group
 
     # What a step says
-
-    def enter_window(self) -> None:
-        """``accumulate`` works on the current place; sets `problem` if the start of its window was left out."""
-        place = self.current
-        if place is None:
-            return
-        window = (self._group[0].pass_number, place.window)
-        if not place.window_start and place.window >= 0 and window != self._entered:
-            self.problem = self.problem or INSIDE_WINDOW
-        self._entered = window
 
     def begins_window(self) -> bool:
         """Whether the current batch is the first of its optimizer step that is trained; asked once a backward."""
         if self.current is None or self.current.window < 0:
             return False
-        window = (self._group[0].pass_number, self.current.window)
+        window = self._group[0].window
         begins, self._begun = window != self._begun, window
         return begins
 
-    def leave(self) -> None:
-        """``accumulate`` ends."""
+    def leave(self) -> list[TrackedBatch]:
+        """``accumulate`` ends; returns the batches that it worked on without a backward."""
+        passed_over = [] if self._trains_in_block else self._group
         self.accumulating = self._chosen = False
+        return passed_over
 
     def first_time(self) -> list[TrackedBatch]:
         """The batches that are worked on, each once: two losses of a batch count once."""

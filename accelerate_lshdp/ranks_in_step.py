@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, INSIDE_WINDOW, UNRECOGNISED
+from accelerate_lshdp.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN
+from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, UNRECOGNISED
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.step_exchange import RankReport
 
@@ -19,7 +20,7 @@ FAILED = "failed in its backward"
 _AFTER_FAILURE = "So the sums of gradients are not those of the step, and the run has to end; its own output says why"
 
 #: What a rank may have found, told to the others by its number.
-PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, FAILED)
+PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OPEN, FAILED)
 
 #: Hashes travel as float64, which holds integers up to 2 ** 53.
 _MODULUS = 2**48
@@ -78,12 +79,16 @@ def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] 
     Raises:
         RuntimeError: on all ranks, if one of them found a problem, or they are not at the same place.
     """
-    found = {name(rank): PROBLEMS[report.problem - 1] for rank, report in enumerate(reports) if report.problem}
+    found: dict[str, list[str]] = {}
+    for rank, report in enumerate(reports):
+        if report.problem:
+            found.setdefault(PROBLEMS[report.problem - 1], []).append(name(rank))
     if found:
         told = (
-            f"the backward of {rank} failed" if text is FAILED else f"{rank} {text}" for rank, text in found.items()
+            f"the backward of {' and '.join(ranks)} failed" if text is FAILED else f"{' and '.join(ranks)} {text}"
+            for text, ranks in found.items()
         )
-        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found.values() else ""))
+        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found else ""))
     places = [(report.global_batch, report.optimizer_steps, report.samples_hash) for report in reports]
     if len(set(places)) == 1:
         return

@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from accelerate_lshdp.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import all_fail_here
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
@@ -65,6 +66,7 @@ class Stepping(_Base):
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         self._tracker.expect()
+        self._windows.begin_block()
         known = [PreparedModel.of(model) for model in models] if models else self._prepared
         self._accumulated = [prepared for prepared in known if prepared is not None]
         before = [prepared.requires_synchronisation for prepared in self._accumulated]
@@ -74,7 +76,9 @@ class Stepping(_Base):
             self._enter_place(step)
             yield
         finally:
-            self._tracker.leave()
+            passed_over = self._tracker.leave()
+            if passed_over:
+                self._windows.passed_over(passed_over)
             for prepared, synchronises in zip(self._accumulated, before, strict=True):
                 prepared.requires_synchronisation = synchronises
             self._accumulated = ()
@@ -90,7 +94,6 @@ class Stepping(_Base):
         if place is None:
             self._do_sync()
         else:
-            self._tracker.enter_window()
             self.step = 0 if place.last_in_pass and self._loader_context.sync_with_dataloader else step + 1
             self.gradient_state._set_sync_gradients(place.window_end)
             if place.accumulation_steps != self.gradient_accumulation_steps:
@@ -163,8 +166,9 @@ class Stepping(_Base):
         """
         if self._out_of_step is not None:
             require_same_step(self._out_of_step, self.topology.name_of)
-        place = self._tracker.take()
+        place = self._take_batch()
         self._refuse_wrong_backward(place)
+        left_open = self._check_windows()
         self.run_total.before_backward(place)
         if self._tracker.problem is not None and self.num_processes == 1:
             problem, self._tracker.problem = self._tracker.problem, None
@@ -184,7 +188,7 @@ class Stepping(_Base):
             prepared.begin_backward(prepared.synchronise_next)
         meeting = None
         if any(prepared.synchronise_next for prepared in self._prepared):
-            meeting = self._exchange.meet("backward", self._tracker.within_window)
+            meeting = self._exchange.meet("backward", self._tracker.within_window and not left_open)
         try:
             self._run_autograd(loss, kwargs)
             if meeting is not None:
@@ -194,6 +198,8 @@ class Stepping(_Base):
             self._unstepped.produced(took_part)
             for prepared in took_part:
                 prepared.deliver_backward()
+            accumulated = [prepared for prepared in took_part if prepared in self._accumulated]
+            self._windows.trained(accumulated, self._tracker.trained, beside=self._tracker.working_on)
             pending = self._report(synchronised)  # while the last gradients travel
             for prepared in self._prepared:
                 prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
@@ -218,6 +224,36 @@ class Stepping(_Base):
                 if prepared in synchronised:
                     prepared.drop_unused(count)
             self._share_statistics()
+
+    def _take_batch(self) -> MicroBatchPlace | None:
+        """The place of the batch that the backward is of, which also says whether this is the last one of its step."""
+        before = self._tracker.current
+        place = self._tracker.take()
+        if self._tracker.accumulating and place is not before:
+            self._enter_place(self._steps_before)
+        return place
+
+    def _check_windows(self) -> bool:
+        """Whether this backward begins a step while this rank has gradients of another one.
+
+        Then it synchronises, whatever its place: where every batch begins a step, ranks would never tell each other.
+        Gradients that were dropped, but not to None, may be 0 on some ranks only, so these have to meet as well.
+        """
+        if not self._accumulated:
+            return False
+        batches = self._tracker.trained
+        left = [
+            prepared
+            for prepared in self._accumulated
+            if self._windows.is_left_open(prepared, batches) and prepared.has_gradients()
+        ]
+        if any(prepared.holds_gradients() for prepared in left):
+            self._tracker.problem = self._tracker.problem or LEFT_OPEN
+        elif self._windows.begins_inside(batches):
+            self._tracker.problem = self._tracker.problem or INSIDE_WINDOW
+        for prepared in left:
+            prepared.synchronise_next = True
+        return bool(left)
 
     def _share_statistics(self) -> None:
         """Of all models, so that all ranks share the same, whichever of them a rank's loss depends on (collective)."""

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Sampler
 from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.ranks_in_step import PROBLEMS, require_same_step
+from accelerate_lshdp.step_exchange import RankReport
 
 
 class Noted:
@@ -174,6 +176,13 @@ def test_where_forwards_gather_a_failed_backward_ends_all_ranks_within_a_minute(
     assert all("went on" in output for output in outputs)
     assert "the device is full" in errors[1] and "cannot go on without its part" in errors[1]
     assert "the connection to another rank was lost" in errors[0]
+
+
+def test_what_several_ranks_have_found_is_said_once():
+    reports = [RankReport(0, 0, 0, 0, problem=problem) for problem in (3, 0, 3, 3)]
+    with pytest.raises(RuntimeError) as raised:
+        require_same_step(reports)
+    assert str(raised.value) == f"rank 0 and rank 2 and rank 3 {PROBLEMS[2]}"
 
 
 class LazySampler(Sampler):

@@ -1,0 +1,230 @@
+"""Accumulated steps that a script leaves open, or begins inside: exact, or an error on all ranks (DESIGN 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+from exactness import full
+from test_batch_identity import BATCHES, CASE, Script, error_of, fetched_ahead
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import relative_error
+
+
+PLACES = [("ddp", (1,)), ("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)), ("fsdp", (2,))]
+everywhere = pytest.mark.parametrize(("strategy", "nodes"), PLACES)
+
+
+# Windows that are left open
+
+
+def take_each_batch_from_a_new_iterator(script: Script) -> None:
+    for _ in range(8):
+        script.train_on(next(iter(script.loader)))
+
+
+def leave_epochs_inside_a_window(script: Script) -> None:
+    for _ in range(3):
+        for batch in islice(script.loader, 3):
+            script.train_on(batch)
+
+
+def leave_out_the_end_of_a_window(script: Script) -> None:
+    for number, batch in enumerate(script.loader):
+        if number != 1:
+            script.train_on(batch)
+
+
+def leave_out_the_end_on_one_rank(script: Script) -> None:
+    for number, batch in enumerate(script.loader):
+        if number != 1 or script.accelerator.process_index != script.accelerator.num_processes - 1:
+            script.train_on(batch)
+
+
+def train_one_batch_again_and_again(script: Script) -> None:
+    batch = next(iter(script.loader))
+    for _ in range(8):
+        script.train_on(batch)
+
+
+def train_two_loaders_in_turns(script: Script) -> None:
+    other = script.accelerator.prepare(script.new_loader(range(33)))
+    for one, two in zip(script.loader, other, strict=True):
+        script.train_on(one)
+        script.train_on(two)
+
+
+LEAVING = (
+    take_each_batch_from_a_new_iterator,
+    leave_epochs_inside_a_window,
+    leave_out_the_end_of_a_window,
+    leave_out_the_end_on_one_rank,
+    train_one_batch_again_and_again,
+    train_two_loaders_in_turns,
+)
+
+
+def leave(name: str, strategy: str) -> None:
+    script = Script(strategy, accumulation=2, equal=True)
+    made = []
+    script.optimizer.optimizer.register_step_post_hook(lambda *_: made.append(1))
+    try:
+        globals()[name](script)
+    except RuntimeError as error:
+        raise RuntimeError(f"after {len(made)} steps: {error}") from error
+
+
+@everywhere
+@pytest.mark.parametrize("leaving", LEAVING)
+def test_a_window_that_is_left_open_is_an_error_on_all_ranks_before_a_wrong_step(workers, leaving, strategy, nodes):
+    errors = workers(sum(nodes)).run(leave, leaving.__name__, strategy, nodes=nodes, expect_failure=True)
+    assert all(error is not None and "whose last batches were left out" in error.message for error in errors)
+    right = 1 if leaving is leave_epochs_inside_a_window else 0
+    assert all(error.message.startswith(f"after {right} steps") for error in errors)
+
+
+def drop_gradients_of_a_window(strategy: str, set_to_none: bool) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    for batch in islice(script.loader, 3):
+        script.train_on(batch)
+    script.model.zero_grad(set_to_none=set_to_none)
+    for batch in script.loader:
+        script.train_on(batch)
+    return script, BATCHES[:2] + BATCHES, 2
+
+
+def drop_to_none(strategy: str) -> tuple[Script, list, int]:
+    return drop_gradients_of_a_window(strategy, True)
+
+
+def drop_to_zeros(strategy: str) -> tuple[Script, list, int]:
+    return drop_gradients_of_a_window(strategy, False)
+
+
+def pattern_error(name: str, strategy: str) -> float:
+    import test_batch_identity
+
+    setattr(test_batch_identity, name, globals()[name])
+    return error_of(name, strategy)
+
+
+DROPPING = [(drop_to_none, "ddp", (1, 1)), (drop_to_none, "lsdp", (2,)), (drop_to_none, "collectives", (1, 1))]
+DROPPING += [(drop_to_zeros, "ddp", (1, 1)), (drop_to_zeros, "lsdp", (2,))]
+
+
+@pytest.mark.parametrize(("drop", "strategy", "nodes"), DROPPING)
+def test_gradients_that_were_dropped_leave_nothing_behind(workers, drop, strategy, nodes):
+    for error in workers(2).run(pattern_error, drop.__name__, strategy, nodes=nodes):
+        assert error <= 1e-12
+
+
+# What leaves no window open
+
+
+def looks_at_another_loader(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    held_out = script.accelerator.prepare(script.new_loader(range(11)))
+    sample = next(iter(held_out))
+    for batch in script.loader:
+        script.train_on(batch)
+    assert sample
+    return script, BATCHES, 2
+
+
+def validates_in_train_mode(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    held_out = script.accelerator.prepare(script.new_loader(range(12)))
+    for number, batch in enumerate(script.loader):
+        script.train_on(batch)
+        if number == 1:
+            with torch.no_grad():
+                for validated in held_out:  # whose variable stays
+                    CASE.loss(script.model, validated)
+    return script, BATCHES, 2
+
+
+def endless(loader: DataLoader) -> Iterator[dict]:
+    while True:
+        yield from loader
+
+
+def looks_ahead_over_epochs(strategy: str) -> tuple[Script, list, int]:
+    script = Script(strategy, accumulation=2)
+    for batch in islice(fetched_ahead(endless(script.loader)), 14):
+        script.train_on(batch)
+    return script, (BATCHES * 3)[:14], 2
+
+
+def leaves_out_a_loss(strategy: str) -> tuple[Script, list, int]:
+    """Inside ``accumulate``, as for a loss that is NaN: the batch counts as if its loss were 0."""
+    script = Script(strategy, accumulation=2)
+    for number, batch in enumerate(script.loader):
+        with script.accelerator.accumulate(script.model):
+            loss = CASE.loss(script.model, batch)
+            if number < 4 and number % 2 == 0:
+                continue
+            if number % 2 == 1 and number < 4:
+                loss = loss * 2
+            script.accelerator.backward(loss)
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    return script, [BATCHES[1], BATCHES[1], BATCHES[3], BATCHES[3], *BATCHES[4:]], 2
+
+
+@pytest.mark.parametrize(
+    "pattern", [looks_at_another_loader, validates_in_train_mode, looks_ahead_over_epochs, leaves_out_a_loss]
+)
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+def test_what_else_a_script_reads_belongs_to_no_window(workers, pattern, strategy, nodes):
+    for error in workers(2).run(pattern_error, pattern.__name__, strategy, nodes=nodes):
+        assert error <= 1e-12
+
+
+def train_two_loaders_in_the_other_order(strategy: str, turned: bool) -> dict:
+    script = Script(strategy, accumulation=2, equal=True)
+    other = script.accelerator.prepare(script.new_loader(range(33)))
+    for one, two in zip(script.loader, other, strict=True):
+        with script.accelerator.accumulate(script.model):
+            parts = (two, one) if turned else (one, two)
+            script.accelerator.backward(sum(CASE.loss(script.model, part) for part in parts))
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    return script.parameters
+
+
+def test_batches_of_one_loss_may_go_through_the_model_in_any_order(workers):
+    straight = workers(2).run(train_two_loaders_in_the_other_order, "ddp", False, nodes=(1, 1))
+    turned = workers(2).run(train_two_loaders_in_the_other_order, "ddp", True, nodes=(1, 1))
+    for one, two in zip(straight, turned, strict=True):
+        assert relative_error(one, two) <= 1e-12
+
+
+def train_two_models_on_loaders_of_their_own(strategy: str) -> list[dict]:
+    """In turns, as a generator and a discriminator; with the other one's loader, or alone."""
+    results = []
+    for alone in (False, True):
+        script = Script(strategy, accumulation=2)
+        torch.manual_seed(1)
+        second = nn.Linear(1, 1, dtype=torch.float64)
+        second, optimizer = script.accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+        second.train()
+        other = script.accelerator.prepare(script.new_loader(range(33)))
+        for one, two in zip(script.loader, other, strict=True):
+            if not alone:
+                with script.accelerator.accumulate(second):
+                    script.accelerator.backward(second(two["pixel_values"][:, :1, :1, 0]).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            script.train_on(one)
+        results.append(script.parameters)
+        results.append({name: full(parameter) for name, parameter in second.named_parameters()})
+    return results
+
+
+def test_each_model_has_windows_of_its_own(workers):
+    for together, moved, alone, _ in workers(2).run(train_two_models_on_loaders_of_their_own, "ddp", nodes=(1, 1)):
+        assert relative_error(together, alone) <= 1e-12
+        assert all(value.isfinite().all() for value in moved.values())
