@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from accelerate_lshdp.batch_marks import TensorMark, key_of, tensors_in
+from accelerate_lshdp.batch_marks import tensors_in
 from accelerate_lshdp.data_places import MicroBatchPlace, PlacedBatch
+from accelerate_lshdp.yielded_batches import TrackedBatch, YieldedBatches
 
 
 UNRECOGNISED = (
@@ -29,33 +28,6 @@ INSIDE_WINDOW = (
 )
 
 
-class TrackedBatch:
-    """A batch that a loader yielded in a training pass: its place, and marks that recognise it."""
-
-    def __init__(self, loader: Any, number: int, placed: PlacedBatch) -> None:
-        self.loader = weakref.ref(loader)
-        self.pass_number = number
-        self.place = placed.place
-        self.reading = placed.reading
-        self.marks = [TensorMark(tensor) for tensor in tensors_in(placed.batch)]
-        self.taken = False
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether nothing tells this batch from others: it has no tensors, or all batches share them."""
-        return not self.marks
-
-    @property
-    def alive(self) -> bool:
-        """Whether the script may still train it; one that is blind waits until it is taken."""
-        return any(mark.alive for mark in self.marks) if self.marks else not self.taken
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of it is alive: of trained batches scripts keep parts, such as labels for a metric."""
-        return bool(self.marks) and all(mark.alive for mark in self.marks)
-
-
 class BatchTracker:
     """Follows batches from the loader to the backward.
 
@@ -74,10 +46,7 @@ class BatchTracker:
         self.current: MicroBatchPlace | None = None
         self.accumulating = False
         self.problem: str | None = None
-        self._batches: list[TrackedBatch] = []  # in the order of yielding
-        self._marked: dict[tuple[str, int], list[tuple[TrackedBatch, TensorMark]]] = defaultdict(list)
-        self._common: dict[tuple[str, int], TensorMark] = {}  # memory that several batches share
-        self._prune_at = 16
+        self._yielded = YieldedBatches()
         self._passes = 0
         self._open: list[tuple[Any, int]] = []  # loaders in training passes, and the numbers of these
         self._group: list[TrackedBatch] = []  # what is worked on
@@ -103,8 +72,8 @@ class BatchTracker:
         self._passes += 1
         self._open = [(other, number) for other, number in self._open if other is not loader]
         self._open.append((loader, self._passes))
-        for batch in [b for b in self._batches if b.loader() is loader and (b.is_blind or not b.alive)]:
-            self._drop(batch)
+        for batch in [b for b in self._yielded.batches if b.loader() is loader and (b.is_blind or not b.alive)]:
+            self._yielded.drop(batch)
         if any(batch.loader() is loader for batch in self._group):
             self.current, self._group = None, []
 
@@ -119,48 +88,8 @@ class BatchTracker:
     def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
         """A training pass is about to hand this batch to the script."""
         self._last_evaluates = False
-        if len(self._batches) >= self._prune_at:
-            self._prune()
         number = next((number for other, number in self._open if other is loader), self._passes)
-        batch = TrackedBatch(loader, number, placed)
-        self._batches.append(batch)
-        for mark in list(batch.marks):
-            self._keep_if_own(batch, mark)
-
-    def _keep_if_own(self, batch: TrackedBatch, mark: TensorMark) -> None:
-        """Forgets a mark that another batch has, too: a tensor that all batches share tells nothing."""
-        common = self._common.get(mark.key)
-        # Of a view only its object tells that it is gone; its memory may be that of a batch to come.
-        known = self._marked[mark.key] = [other for other in self._marked[mark.key] if other[1].alive]
-        sharing = [other for other in known if other[1].is_of_same(mark)]
-        if sharing or (common is not None and common.is_of_same(mark)):
-            self._common[mark.key] = mark
-            batch.marks.remove(mark)
-            for other, same in sharing:
-                known.remove((other, same))
-                other.marks.remove(same)
-        else:
-            known.append((batch, mark))
-
-    def _prune(self) -> None:
-        """Drops what nobody can train any more, so that a loader that is only read leaves nothing behind."""
-        dead = [batch for batch in self._batches if not batch.alive]
-        missed = [batch for batch in dead if not batch.taken and batch not in self._group]
-        blind = [batch for batch in self._batches if batch.is_blind and not batch.taken]
-        # Two are as good as many: they say that it is unknown which was trained.
-        for batch in [*(b for b in dead if b.taken and b not in self._group), *missed[:-2], *blind[:-2]]:
-            self._drop(batch)
-        self._prune_at = 16 + 2 * len(self._batches)
-
-    def _drop(self, batch: TrackedBatch) -> None:
-        if batch in self._batches:
-            self._batches.remove(batch)
-        for mark in batch.marks:
-            left = [pair for pair in self._marked.get(mark.key, ()) if pair[0] is not batch]
-            if left:
-                self._marked[mark.key] = left
-            else:
-                self._marked.pop(mark.key, None)
+        self._yielded.add(TrackedBatch(loader, number, placed), self._group)
 
     # What is asked about batches
 
@@ -171,28 +100,21 @@ class BatchTracker:
     def _untaken(self) -> list[TrackedBatch]:
         """Batches to come, of the newest pass over each loader."""
         newest: dict[int, int] = {}
-        for batch in self._batches:
+        for batch in self._yielded.batches:
             newest[id(batch.loader())] = max(newest.get(id(batch.loader()), 0), batch.pass_number)
         return [
             batch
-            for batch in self._batches
+            for batch in self._yielded.batches
             if not batch.taken and batch.alive and batch.pass_number == newest[id(batch.loader())]
         ]
 
     def places_of(self, batches: Sequence[Any]) -> list[MicroBatchPlace]:
         """The places of batches that the caller holds, in order; empty if they are of no training pass."""
-        found = [self._recognise(tensors_in(batch)) for batch in batches]
+        found = [self._yielded.recognise(tensors_in(batch)) for batch in batches]
         if all(len(known) == 1 for known in found):
             return [known[0].place for known in found]
         waiting = [batch for batch in self._untaken() if batch.is_blind]
         return [batch.place for batch in waiting] if not any(found) and len(waiting) == len(batches) else []
-
-    def _recognise(self, tensors: Iterable[Any]) -> list[TrackedBatch]:
-        """The batches in whose memory any of these tensors lies, in the order of yielding."""
-        found = set()
-        for tensor in tensors:
-            found.update(batch for batch, mark in self._marked.get(key_of(tensor), ()) if mark.covers(tensor))
-        return [batch for batch in self._batches if batch in found] if found else []
 
     @property
     def in_evaluation_pass(self) -> bool:
@@ -203,8 +125,8 @@ class BatchTracker:
 
     def choose(self, batch: Any) -> None:
         """The next ``accumulate`` trains this batch, as its caller knows (of blind ones, and copies: the oldest)."""
-        found = self._recognise(tensors_in(batch))
-        oldest = [b for b in self._batches if not b.taken][:1]
+        found = self._yielded.recognise(tensors_in(batch))
+        oldest = [b for b in self._yielded.batches if not b.taken][:1]
         self._work_on(found[:1] or self._untaken()[:1] or oldest)
         self._chosen = True
 
@@ -235,7 +157,7 @@ class BatchTracker:
 
     def _only_missed(self) -> list[TrackedBatch]:
         """The one batch that is neither trained nor alive: the script trains a copy of it (on another device)."""
-        missed = [batch for batch in self._batches if not batch.taken and not batch.alive]
+        missed = [batch for batch in self._yielded.batches if not batch.taken and not batch.alive]
         return missed if len(missed) == 1 else []
 
     def forward(self, inputs: Any) -> bool:
@@ -249,7 +171,7 @@ class BatchTracker:
         """
         if self._chosen:
             return False
-        found = self._recognise(tensors_in(inputs))
+        found = self._yielded.recognise(tensors_in(inputs))
         self._seen += [batch for batch in found if batch not in self._seen]
         if not found or (self._seen[0] in self._group and self.current is self._seen[0].place):
             return False
@@ -315,16 +237,16 @@ class BatchTracker:
         missed = self._only_missed()
         if missed:
             self._work_on(missed)
-        elif any(not batch.taken and batch not in self._group for batch in self._batches if not batch.alive):
+        elif any(not batch.taken and batch not in self._group for batch in self._yielded.batches if not batch.alive):
             self.problem = self.problem or UNRECOGNISED
         elif self._over and not self.accumulating:
             self._work_on([])
 
     def _forget_missed(self) -> None:
         """A batch that is gone when a later one is trained was skipped."""
-        last = max((index for index, batch in enumerate(self._batches) if batch in self._group), default=-1)
-        for batch in [b for b in self._batches[: max(0, last)] if not b.alive and b not in self._group]:
-            self._drop(batch)
+        last = max((index for index, batch in enumerate(self._yielded.batches) if batch in self._group), default=-1)
+        for batch in [b for b in self._yielded.batches[: max(0, last)] if not b.alive and b not in self._group]:
+            self._yielded.drop(batch)
 
     def _work_on(self, group: list[TrackedBatch]) -> None:
         if not any(batch in self._group for batch in group):
