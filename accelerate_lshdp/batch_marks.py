@@ -75,6 +75,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First byte in the storage and the one after the last; None for a tensor without a storage of its own."""
     if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # that torch.func works on, inside grad or vmap
+        return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.element_size()
     return begin, begin + (last + 1) * tensor.element_size()
