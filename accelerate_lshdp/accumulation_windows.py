@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.batch_tracker import TrackedBatch
+    from accelerate_lshdp.yielded_batches import TrackedBatch
     from accelerate_lshdp.engine.prepared import PreparedModel
 
 

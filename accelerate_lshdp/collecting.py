@@ -32,11 +32,11 @@ class Collecting(_Base):
     @failures_explained()
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers, without the samples that were only repeated to give every rank a batch."""
-        place = self._tracker.current
         loader = self.gradient_state.active_dataloader
         # Without a loader in a pass the batch was fetched ahead.
-        trains = self._tracker.accumulating if loader is None else not getattr(loader, "is_evaluating", True)
-        if not trains or place is None or self.num_processes == 1:
+        trains = loader is None or not getattr(loader, "is_evaluating", True)
+        place = self._tracker.place_at_hand(input_data) if trains else None
+        if place is None or self.num_processes == 1:
             return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
         if not use_gather_object and _holds_tensors_only(input_data):
             if place.samples == 0:

@@ -134,16 +134,28 @@ class LoaderProgress:
 
     def count(self, place: MicroBatchPlace, reading: StreamReading | None) -> None:
         """Count a batch that was trained, or read: batches that were left out before it are behind it, too."""
-        trained = self.running
-        # Not of the pass that started last: the script has kept it, and has trained later ones since.
-        if trained is None or trained.epoch != place.epoch or not trained.count(place, reading):
+        trained = self._pass_of(place)
+        if trained is None or not trained.count(place, reading):
             return
         self.position = trained
         self.restored = self.armed = self.pinned = False
         if place.ends_global_batch:
             self.open_window = 0 if place.window_end else self.open_window + 1
-        if trained.exhausted and trained.complete:
+        if not (trained.exhausted and trained.complete):
+            return
+        following = self.running
+        if following is not trained and following.epoch == trained.epoch + 1:
+            self.position = following  # begun before the last batch of this one was trained
+        else:
             self.start_epoch(trained.epoch + 1)
+
+    def _pass_of(self, place: MicroBatchPlace) -> PassProgress | None:
+        """The pass that a batch counts in; None: the script has kept it, and has trained later passes since."""
+        if self.running is not None and self.running.epoch == place.epoch:
+            return self.running
+        # A script that fetches ahead begins the next epoch before the last batch of this one is trained.
+        before = self.position
+        return before if before.advanced and before.epoch == place.epoch else None
 
     def end_pass(self, trained: PassProgress) -> None:
         """A pass was read to its end. Its epoch is over once its last batch is trained, or none of it ever was."""

@@ -49,9 +49,8 @@ class _InputWatch:
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         # In a compiled graph there is no memory to look at; then the batch that is alive is taken.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.accelerator is None:
-            return
-        self.accelerator._forward_begins((args, kwargs))
+        if not torch.compiler.is_compiling() and self.accelerator is not None:
+            self.accelerator._forward_begins(model, (args, kwargs))
 
 
 class Stepping(_Base):
@@ -116,9 +115,11 @@ class Stepping(_Base):
         model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
         leave_hooks_out(model)
 
-    def _forward_begins(self, inputs: tuple) -> None:
-        """A prepared model is called, with gradients switched on."""
-        if self._tracker.forward(inputs) and self._tracker.accumulating:
+    def _forward_begins(self, model: nn.Module, inputs: tuple) -> None:
+        """A prepared model is called."""
+        trains = torch.is_grad_enabled()
+        validates = not trains and not model.training
+        if self._tracker.forward(inputs, trains, validates) and self._tracker.accumulating:
             self._enter_place(self._steps_before)
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,33 @@ def test_a_script_that_fetches_ahead_loses_no_batch_when_it_resumes(workers, tmp
     ):
         assert len(before) == save_at * TOTAL
         assert samples[: len(after)] == after and len(samples) == len(after) + SAMPLES
+
+
+def fetch_ahead_over_epochs(folder: str, saves_at: int, generator: bool) -> tuple[list[tuple[int, int]], list[int]]:
+    """Fetches the first batch of an epoch before it trains the last one of the epoch before."""
+    training = Training("lsdp", generator=generator)
+    batches = (batch for loader in repeat(training.loader) for batch in loader)
+    following, positions = next(batches), []
+    for step in range(9):
+        batch, following = following, next(batches)
+        training.train_on(batch)
+        positions.append((training.loader.position.epoch, training.loader.position.samples))
+        if step == saves_at:
+            training.accelerator.save_state(folder)
+    return positions, training.samples
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("saves_at", [4, 5, 6])
+def test_the_last_batch_of_an_epoch_counts_though_the_next_one_was_begun(workers, tmp_path, saves_at, generator):
+    pool, folder = workers(2), str(tmp_path / "state")
+    runs = pool.run(fetch_ahead_over_epochs, folder, saves_at, generator, nodes=(2,))
+    rest = pool.run(resumed, "lsdp", generator, folder, None, nodes=(2,))
+    for (positions, samples), (after, _) in zip(runs, rest, strict=True):
+        assert positions[3:7] == [(0, 24), (0, 30), (1, 0), (1, 6)]
+        behind = {4: 30, 5: SAMPLES, 6: SAMPLES + TOTAL}[saves_at]
+        together = min(len(samples) - behind, len(after))
+        assert after[:together] == samples[behind : behind + together]
 
 
 def leave_out_the_last_batch(folder: str) -> list[int]:
