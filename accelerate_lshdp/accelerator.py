@@ -173,11 +173,19 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             else:
                 self._loader_context.token_counter = labels
 
-    def leave_weighting_to_caller(self) -> None:
-        """Looks at losses no more: from now on a caller says by how much each counts (``counting_losses``)."""
-        self._loader_context.token_counter = None
+    @contextlib.contextmanager
+    def weighting_left_to_caller(self) -> Iterator[None]:
+        """Inside, losses are not looked at: a caller says by how much each counts (``counting_losses``)."""
+        counter, self._loader_context.token_counter = self._loader_context.token_counter, None
+        idle = self._losses is None or self._losses.idle
         if self._losses is not None:
             self._losses.idle = True
+        try:
+            yield
+        finally:
+            self._loader_context.token_counter = counter
+            if self._losses is not None:
+                self._losses.idle = idle
 
     def _choose_precision(self, kwargs: dict[str, Any]) -> None:
         wanted = self.lsdp_plugin.mixed_precision

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.data_cut import GlobalBatchCut
 from accelerate_lshdp.data_places import PlacedBatch
 from accelerate_lshdp.plan import RankBatch
 
@@ -28,6 +29,7 @@ class AcceleratorLoaderContext:
         self.seed = 0
         self.training_passes: list[Any] = []
         """The loaders with a training pass in progress; twice, if one has two."""
+        self._newest_cut: GlobalBatchCut | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_reference": self._reference()}  # a pickle of an accelerator has no weak references
@@ -83,6 +85,11 @@ class AcceleratorLoaderContext:
     def reports_training(self) -> bool:
         return bool(self._accelerator._trained_models())
 
+    def trains_several_samples(self) -> bool:
+        """Whether a rank has micro-batches of more than one sample in a full global batch, as of the newest one."""
+        cut = self._newest_cut
+        return cut is not None and any(size > steps for size, steps in zip(cut.sizes, cut.steps, strict=True))
+
     def check_agreement(self, digest: str, what: str) -> None:
         self._accelerator.check_agreement(digest, what)
 
@@ -106,5 +113,6 @@ class AcceleratorLoaderContext:
             self._accelerator._sizing.end_pass(loader)
 
     def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
+        self._newest_cut = placed.place.cut
         self._accelerator._tracker.batch_yielded(loader, placed)
         self._accelerator._timer.fetched(loader.fetch_clock.take())

@@ -74,7 +74,7 @@ class Preparing(_Base):
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared = self._placement.place(model, beside=len(self._prepared))
         if self.num_processes > 1:
-            take_single_values(model, logger.warning_once)
+            take_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:

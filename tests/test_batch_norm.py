@@ -91,6 +91,42 @@ def test_running_statistics_are_those_of_rank_0_and_a_batch_of_one_sample_is_tra
         assert all(torch.equal(saved[name], value) for name, value in ranks[0][2].items())
 
 
+def train_all_but_the_last(folder: str) -> None:
+    accelerator = LSHDPAccelerator(plan=plan_of("ddp"))
+    model = Normalised()
+    loader = DataLoader(Points(SAMPLES), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    for number, batch in enumerate(loader, start=1):
+        accelerator.backward(model.train()(**batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == len(loader) - 1:
+            accelerator.save_state(folder)
+            break
+
+
+def train_the_last(folder: str) -> tuple[dict, dict]:
+    accelerator = LSHDPAccelerator(plan=plan_of("ddp"))
+    model = Normalised()
+    loader = DataLoader(Points(SAMPLES), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    accelerator.load_state(folder)
+    for batch in accelerator.skip_first_batches(loader):
+        # Nothing of the batch itself: it is told from others when it is trained only.
+        accelerator.backward(model.train()(inputs=batch["inputs"] + 0.0))
+        optimizer.step()
+    return {name: full(p) for name, p in model.named_parameters()}, dict(model.named_buffers())
+
+
+def test_a_run_is_resumed_at_a_batch_of_one_sample(workers, tmp_path):
+    """Which was an error on the rank that had it: what it had had before was not in the checkpoint."""
+    workers(2).run(train_all_but_the_last, str(tmp_path / "state"), nodes=(1, 1))
+    expected, expected_buffers = reference()
+    for parameters, buffers in workers(2).run(train_the_last, str(tmp_path / "state"), nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+        assert relative_error(buffers, expected_buffers) <= 1e-12
+
+
 def train_with_single_samples() -> None:
     accelerator = LSHDPAccelerator(plan=plan_of("ddp"))
     model, loader = accelerator.prepare(Normalised(), DataLoader(Points(4), batch_size=1, collate_fn=collate))

@@ -18,6 +18,7 @@ from training_cases import relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.engine.marks import would_stay
+from accelerate_lshdp.engine.prepared import PreparedModel
 
 
 #: Where the parameters are whole, shared by the ranks of a node, or sharded over a node and over the world.
@@ -218,6 +219,73 @@ def copy_prepared(strategy: str) -> tuple[bool, list[str]]:
 @pytest.mark.parametrize(("strategy", "nodes"), PLACES[:2])
 def test_pickles_and_copies_of_a_prepared_model_are_of_the_users_module_alone(workers, strategy, nodes):
     assert workers(2).run(copy_prepared, strategy, nodes=nodes) == [(True, [0, 0, 0])] * 2
+
+
+class OwnCopy(nn.Module):
+    """Copies itself, as some models do: with all attributes that it has."""
+
+    def __init__(self, notes: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.notes = notes
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values).mean()
+
+    def __deepcopy__(self, memo: dict) -> OwnCopy:
+        new = type(self).__new__(type(self))
+        if self.notes:
+            memo[id(self)] = new
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return new
+
+
+def convert_own_copy() -> list[torch.dtype]:
+    accelerator = LSHDPAccelerator(plan=plan_of("ddp"))
+    model = accelerator.prepare(OwnCopy(notes=True))
+    copied = copy.deepcopy(model).half()
+    again = pickle.loads(pickle.dumps(copied))
+    unnoted = copy.deepcopy(accelerator.prepare(OwnCopy(notes=False)))
+    with pytest.raises(RuntimeError, match="__deepcopy__ of its own class"):
+        unnoted.half()
+    assert PreparedModel.of(copied) is PreparedModel.of(again) is None
+    return [each.layer.weight.dtype for each in (model, copied, again)]
+
+
+def test_a_copy_that_a_class_makes_itself_is_converted_alone(workers):
+    """It took along the conversion of the prepared model, which converted that."""
+    assert workers(2).run(convert_own_copy, nodes=(1, 1)) == [[torch.float32, torch.float16, torch.float16]] * 2
+
+
+def numbers_of_hooks() -> list[str]:
+    accelerator = LSHDPAccelerator(plan=plan_of("ddp"))
+    model = nn.Linear(2, 2)
+    own = model.register_forward_hook(lambda module, args, kwargs, output: output, with_kwargs=True)
+    accelerator.prepare(model)
+    copied = copy.deepcopy(model)
+    kept = [(name, key) for name, value in vars(copied).items() if "_hooks" in name and value for key in value]
+    return [name for name, key in kept if key != own.id]
+
+
+def test_pickles_and_copies_keep_no_numbers_of_hooks_that_they_leave_out(workers):
+    """Where a pickle is read, another hook may have that number."""
+    assert workers(2).run(numbers_of_hooks, nodes=(1, 1)) == [[], []]
+
+
+def share_memory(strategy: str) -> list[bool]:
+    accelerator = LSHDPAccelerator(plan=plan_of(strategy))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        model.share_memory()
+        accelerator.backward(model(torch.randn(3, 2)).mean())
+        optimizer.step()
+    return [tensor.is_shared() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def test_memory_is_shared_with_other_processes_when_a_script_asks_for_it(workers):
+    for shared in workers(2).run(share_memory, "ddp", nodes=(1, 1)):
+        assert all(shared)
 
 
 def drop_accelerator(strategy: str) -> list[bool]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -12,7 +13,9 @@ from typing import Any
 import accelerate
 import pytest
 from test_trainer_checkpoints import own_folder
+from torch.utils.data import DataLoader
 from trainer_runs import Sentences, arguments, collate, full_parameters, make_model, make_trainer
+from training_cases import relative_error
 from transformers import BertForSequenceClassification, GPT2LMHeadModel, Trainer, TrainerCallback
 from workers import WorkerPools
 
@@ -133,6 +136,40 @@ def train_twice(folder: str, strategy: str) -> tuple[int, float, float]:
 def test_second_training_goes_on_with_the_model(workers: WorkerPools, tmp_path: Path, strategy: str) -> None:
     for steps, first, second in workers(2).run(train_twice, str(tmp_path), strategy, nodes=(1, 1)):
         assert steps == 4 and second < first
+
+
+class Broken(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("of the script")
+
+
+def own_loop_after_training(folder: str, breaks: bool) -> float:
+    """The relative error of the gradient of a global batch, in a loop with the Trainer's accelerator."""
+    trainer = make_trainer(folder, [3, 1], "words", {"max_steps": 1, "gradient_accumulation_steps": 2})
+    if breaks:
+        trainer.add_callback(Broken())
+    with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
+        trainer.train()
+    assert trainer.get_total_train_batch_size(trainer.args) == 8
+    accelerator, model = trainer.accelerator, trainer.model
+    plain = make_model("words")
+    plain.load_state_dict(model.state_dict())
+    data = Sentences(8, "words")
+    model.train().zero_grad()
+    for batch in accelerator.prepare(DataLoader(data, batch_size=1, collate_fn=collate)):
+        accelerator.backward(model(**batch).loss)
+        break
+    plain.train()(**collate([data[index] for index in range(4)])).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return relative_error(found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_losses_of_a_loop_after_a_training_count_as_in_any_loop(
+    workers: WorkerPools, tmp_path: Path, breaks: bool
+) -> None:
+    """By labels, and each global batch for itself: what the Trainer weights itself ends with its training."""
+    assert max(workers(2).run(own_loop_after_training, str(tmp_path), breaks, nodes=(1, 1))) <= 1e-5
 
 
 def length_groups(folder: str) -> int:

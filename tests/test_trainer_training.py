@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_runs import VARIANTS, error, train
+import torch
+from torch import nn
+from trainer_runs import VARIANTS, arguments, error, full_parameters, train
+from transformers import Trainer, set_seed
 from workers import WorkerPools
+
+from accelerate_lshdp import LSHDPTrainerMixin, Plan
 
 
 PARAMETERS, LOSS = 5e-6, 1e-5
@@ -69,3 +74,40 @@ def test_repeated_sample_of_the_last_batch_does_not_count(workers: WorkerPools, 
 def test_what_users_change(workers: WorkerPools, tmp_path: Path, variant: str) -> None:
     options = {"max_steps": 9} if variant == "stream" else {}
     check(workers, tmp_path, [(3, 2), (2, 1)], "gpt2", options, "ddp", variant)
+
+
+class Unnamed(Trainer):
+    """Its batches are tuples, as collators of plain torch give them."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: tuple, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        points, labels = inputs
+        return nn.functional.cross_entropy(model(points), labels)
+
+
+def train_unnamed(folder: str, sizes: list[int] | None, batch: type) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """11 samples: with a total of 5 the second of two ranks has none of the last global batch."""
+    set_seed(2)
+    model = nn.Linear(4, 3).double()
+    data = [(torch.randn(4, dtype=torch.float64), index % 3) for index in range(11)]
+    more = {"per_device_train_batch_size": 5, "remove_unused_columns": False, "include_num_input_tokens_seen": "no"}
+    trainer = type("Own", (Unnamed,) if sizes is None else (LSHDPTrainerMixin, Unnamed), {})(
+        model=model,
+        args=arguments(folder, logging_steps=1, **more),
+        train_dataset=data,
+        data_collator=lambda rows: batch((torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows]))),
+        **({} if sizes is None else {"plan": Plan.from_batch_sizes(sizes, strategy="ddp")}),
+    )
+    trainer.train()
+    return full_parameters(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("batch", [tuple, list])
+def test_batches_without_names_of_which_a_rank_has_no_share(workers: WorkerPools, tmp_path: Path, batch: type) -> None:
+    """Of the repeated sample labels were to be taken out by their name."""
+    [(expected, losses)] = workers(1).run(train_unnamed, str(tmp_path), None, batch, nodes=(1,))
+    assert len(losses) == 6
+    for parameters, found in workers(2).run(train_unnamed, str(tmp_path), [3, 2], batch, nodes=(1, 1)):
+        assert error(parameters, expected) <= 1e-12
+        assert found == pytest.approx(losses, rel=1e-6)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from trainer_runs import Sentences, arguments, full_parameters, make_model
+from trainer_runs import Sentences, arguments, collate, divided_loss, full_parameters, make_model
 from training_cases import relative_error
-from transformers import Trainer
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from workers import WorkerPools
 
-from accelerate_lshdp import LSHDPTrainerMixin, Plan
+from accelerate_lshdp import LSHDPTrainer, LSHDPTrainerMixin, Plan
 from accelerate_lshdp.loss_parts import halvings, undisturbed
 
 
@@ -88,15 +90,23 @@ def pair_trainer(folder: str, layout: str, strategy: str | None = None, fails: s
     return trainer
 
 
-def train_pairs(folder: str, layout: str, strategy: str | None = None, fails: str = "") -> tuple[dict, list, list]:
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     log = logging.getLogger("accelerate_lshdp.trainer.loss_trials")
     log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
+
+
+def train_pairs(folder: str, layout: str, strategy: str | None = None, fails: str = "") -> tuple[dict, list, list]:
     trainer = pair_trainer(folder, layout, strategy, fails)
-    trainer.train()
-    log.removeHandler(handler)
+    with listening() as told:
+        trainer.train()
     return full_parameters(trainer), trainer._metrics["eval"], told
 
 
@@ -122,6 +132,48 @@ def test_batches_of_pairs_train_as_in_one_process(
     told = [text for _, _, texts in results for text in texts]
     assert any("a trial of the loss failed" in text for text in told) == bool(fails)
     assert not [text for text in told if "not give exactly" in text]
+
+
+def partly_divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return divided_loss(outputs, labels, num_items_in_batch) + 5e-3 * outputs.logits.square().mean().exp()
+
+
+def told_of_parts(folder: str, kind: str) -> list[str]:
+    given = {"model": make_model("gpt2"), "args": arguments(folder, max_steps=1), "data_collator": collate}
+    if kind == "experts":
+        given["model"] = MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=23,
+                hidden_size=8,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                intermediate_size=8,
+                num_local_experts=4,
+                output_router_logits=True,
+                router_aux_loss_coef=1e-5,
+            )
+        )
+    if kind == "part":
+        given["compute_loss_func"] = partly_divided
+    with listening() as told:
+        LSHDPTrainer(
+            **given, train_dataset=Sentences(8, "words"), plan=Plan.from_batch_sizes(SIZES, strategy="ddp")
+        ).train()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("plain", ""), ("experts", "an auxiliary loss (aux_loss)"), ("part", "only a part of it is divided")],
+)
+def test_parts_of_a_loss_that_are_no_mean_are_told_of(
+    workers: WorkerPools, tmp_path: Path, kind: str, expected: str
+) -> None:
+    """Also small ones, as those of mixtures of experts are."""
+    told, _ = workers(2).run(told_of_parts, str(tmp_path), kind, nodes=(1, 1))
+    assert len(told) == bool(expected)
+    assert all(expected in text for text in told)
 
 
 def test_halves_of_a_batch() -> None:

@@ -44,25 +44,24 @@ class RunningStatistics:
 
 
 class _SingleValues:
-    """Lets one batch normalisation take a micro-batch of one value per channel, after larger ones.
+    """Lets one batch normalisation take a micro-batch of one value per channel, where others are larger.
 
     Such a micro-batch is a rank's share of the last, short global batch, or the sample that a rank without a share
     repeats. It has no variance, so torch refuses it; accelerate's own loaders fill it up with samples of the epoch's
     beginning. Here every sample counts once, so it is normalised with the running statistics and leaves them alone.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
+        # By the sizes that all ranks know, not by what this one has had: a run may be resumed at the short batch.
+        self._others_are_larger = others_are_larger
         self._say = say
-        self._had_more = False
         self._switched = False
 
     def before(self, norm: nn.modules.batchnorm._BatchNorm, inputs: tuple) -> None:
         shape = inputs[0].shape if inputs and isinstance(inputs[0], torch.Tensor) else ()
         if not norm.training or len(shape) < 2:
             return
-        if shape[0] * math.prod(shape[2:]) > 1:
-            self._had_more = True
-        elif self._had_more and norm.running_mean is not None:
+        if shape[0] * math.prod(shape[2:]) == 1 and norm.running_mean is not None and self._others_are_larger():
             self._switched, norm.training = True, False
             self._say(
                 "a micro-batch of a short global batch has one value per channel for batch normalisation: it is "
@@ -74,16 +73,17 @@ class _SingleValues:
             self._switched, norm.training = False, True
 
 
-def take_single_values(module: nn.Module, say: Callable[[str], None]) -> None:
+def take_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
     """Lets a model's batch normalisations take the micro-batches of a short global batch.
 
     Args:
         module: the model.
-        say: tells the user when that happens.
+        others_are_larger: whether a rank has micro-batches of more than one sample in a full global batch.
+        say: tells the user when a single value was taken.
     """
     for norm in module.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
-            hook = _SingleValues(say)
+            hook = _SingleValues(others_are_larger, say)
             norm.register_forward_pre_hook(hook.before)
             norm.register_forward_hook(hook.after, always_call=True)  # also when the forward fails
             leave_hooks_out(norm)

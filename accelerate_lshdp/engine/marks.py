@@ -37,31 +37,50 @@ class Link:
         return Link, ()
 
 
-class _Conversion:
+class _Method:
+    """A method of one module; taken along by a ``__deepcopy__`` of the module's own class, it is the copy's."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._reference = None if module is None else weakref.ref(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        module = None if self._reference is None else self._reference()
+        return type(self)(memo.get(id(module)))
+
+    @property
+    def module(self) -> nn.Module:
+        module = None if self._reference is None else self._reference()
+        if module is None:
+            raise RuntimeError(
+                "found a copy of a prepared module that a __deepcopy__ of its own class made with the attributes of "
+                "that module, which it cannot be told from. Write memo[id(self)] = copy in __deepcopy__ before it "
+                "copies them with memo, or leave __deepcopy__ to nn.Module"
+            )
+        return module
+
+    @property
+    def prepared(self) -> PreparedModel | None:
+        link = getattr(self.module, PREPARED, None)
+        return None if link is None else link.prepared
+
+
+class _Conversion(_Method):
     """``_apply`` of a prepared module, which ``.to()``, ``.cpu()``, ``.float()`` and their like call."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
     def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        module = self._module()
-        prepared = getattr(module, PREPARED).prepared
-        if prepared.keeps(convert):
+        module, prepared = self.module, self.prepared
+        if prepared is not None and prepared.keeps(convert):
             return module
         return type(module)._apply(module, convert, *args, **kwargs)
 
 
-class _Reduction:
+class _Reduction(_Method):
     """``__reduce_ex__`` of a prepared module, which ``pickle`` and ``copy`` look up in the object."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
     def __call__(self, protocol: int) -> tuple:
-        module = self._module()
-        link = getattr(module, PREPARED, None)
-        if link is not None:
-            link.prepared.refuse_copy()
+        module, prepared = self.module, self.prepared
+        if prepared is not None:
+            prepared.refuse_copy()
         reduced = type(module).__reduce_ex__(module, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
@@ -85,9 +104,12 @@ def _without_marks(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     kept = {name: value for name, value in state.items() if name not in _ATTRIBUTES}
-    for name, value in kept.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
+    hooks = {name: value for name, value in kept.items() if "_hooks" in name and isinstance(value, dict)}
+    # Numbers of hooks, which no other hook of this process has. What torch keeps of a hook beside it (that it takes
+    # keywords, say) has its number, too, and would be that of another hook in the process that reads the pickle.
+    ours = {key for of_kind in hooks.values() for key, hook in of_kind.items() if _is_ours(hook)}
+    for name, of_kind in hooks.items():
+        kept[name] = type(of_kind)((key, hook) for key, hook in of_kind.items() if key not in ours)
     return kept
 
 
@@ -111,6 +133,8 @@ def would_stay(convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Modul
         same_device = _same(result.device, place) or _same(result.device, device)
         if not (same_device and result.dtype == dtype and result.stride() == probe.stride()):
             return False
+        if place.type == "cpu" and result.is_shared():  # share_memory()
+            return all(t.is_shared() for t in (*module.parameters(), *module.buffers()) if t.device.type == "cpu")
     return True
 
 

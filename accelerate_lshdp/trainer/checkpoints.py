@@ -26,6 +26,7 @@ from accelerate_lshdp.data_loader import HeterogeneousDataLoader
 from accelerate_lshdp.engine.checkpoint import LoadedCheckpoint
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
 from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.trainer.accumulation import accumulation_of_script
 
 
 logger = get_logger(__name__)
@@ -49,7 +50,8 @@ def save_model(
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> None:
-    with _scheduler_registered(self):
+    # Also after the training: by its steps a run that resumes counts the samples of one.
+    with _scheduler_registered(self), accumulation_of_script(self):
         self.accelerator.save_state(os.path.join(output_dir, STATE_FOLDER))
 
 

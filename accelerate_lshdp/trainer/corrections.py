@@ -7,10 +7,9 @@ argument is the method as it was.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from accelerate_lshdp.accelerator import LSHDPAccelerator
 from accelerate_lshdp.data_loader import EVALUATION, TRAINING, HeterogeneousDataLoader
 from accelerate_lshdp.trainer import checkpoints
+from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_accumulation, script_steps
 from accelerate_lshdp.trainer.losses import TrainerLosses
 from accelerate_lshdp.trainer.statistics import step_logs
 from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader, warn_of_weighting
@@ -64,32 +64,19 @@ def losses_of(self: Trainer) -> TrainerLosses:
 def _inner_training_loop(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     check_arguments(self)
     warn_of_weighting(self)
-    self.accelerator.leave_weighting_to_caller()
-    self.accelerator.gradient_accumulation_steps = self.args.gradient_accumulation_steps
     # Anew: a second training may have another model or loss.
     self._lshdp_losses, self._lshdp_tokens = TrainerLosses(self), 0
     # On the instance, so that a training_step of a subclass is covered too.
     given = vars(self).get("training_step")
     self.training_step = functools.partial(_training_step, self.training_step, self)
     try:
-        return original(*args, **kwargs)
+        # The accelerator may be used in a loop of the script's own afterwards.
+        with self.accelerator.weighting_left_to_caller(), accumulation_of_script(self):
+            return original(*args, **kwargs)
     finally:
         del self.training_step
         if given is not None:
             self.training_step = given
-
-
-@contextlib.contextmanager
-def _own_accumulation(self: Trainer) -> Iterator[None]:
-    """Inside, ``gradient_accumulation_steps`` is this rank's number of micro-batches in a step."""
-    planned = self.accelerator.plan.micro_batches
-    given = self.args.gradient_accumulation_steps
-    if planned is not None:
-        self.args.gradient_accumulation_steps *= planned[self.accelerator.process_index][1]
-    try:
-        yield
-    finally:
-        self.args.gradient_accumulation_steps = given
 
 
 def set_initial_training_values(original: Callable[..., Any], self: Trainer, args: Any, dataloader: Any) -> Any:
@@ -98,40 +85,35 @@ def set_initial_training_values(original: Callable[..., Any], self: Trainer, arg
     _set_purpose(dataloader, TRAINING)
     if self.accelerator.plan.leaves_total_open:
         self.accelerator.run_total.settle(dataloader.total_batch_size)
-    with _own_accumulation(self):
+    with own_accumulation(self):
         return original(args, dataloader)
 
 
 def _init_training_state(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> tuple[int, int]:
     """Counts the micro-batches that this rank has had in the epoch."""
-    with _own_accumulation(self):
+    with own_accumulation(self):
         result = original(*args, **kwargs)
     checkpoints.agree_on_best_checkpoint(self, self.args.output_dir)
     return result
 
 
 def _run_epoch(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
-    with _own_accumulation(self):
+    with own_accumulation(self):
         original(*args, **kwargs)
 
 
 def _save(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> None:
     """Saves the arguments as the script gave them."""
-    now, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, _script_steps(self)
+    now, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, script_steps(self)
     try:
         original(*args, **kwargs)
     finally:
         self.args.gradient_accumulation_steps = now
 
 
-def _script_steps(self: Trainer) -> int:
-    """The script's own accumulation, in global batches."""
-    return self.accelerator.gradient_accumulation_steps if self.is_in_train else self.args.gradient_accumulation_steps
-
-
 def get_total_train_batch_size(original: Callable[..., Any], self: Trainer, args: Any) -> int:
     planned = self.accelerator.plan.total_batch_size
-    return original(args) if planned is None else planned * _script_steps(self)
+    return original(args) if planned is None else planned * script_steps(self)
 
 
 def evaluation_loop(original: Callable[..., Any], self: Trainer, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import nn
 
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
 from accelerate_lshdp.loss_parts import Composition, halvings, undisturbed
+from accelerate_lshdp.loss_values import Forward
 
 
 if TYPE_CHECKING:
@@ -49,15 +50,17 @@ class LossTrials:
         self._findings = findings
         self._trials = 0
         self._taken_for_mean = False
+        self._has_auxiliary = False  # whether the model is known to add one to its loss
 
     def uses_count(self, batch: Mapping[str, Any], items: Any) -> bool:
         """Whether the loss is divided by the number of items that it is given; else it is not given it any more."""
         several = self._trainer.accelerator.num_processes > 1 or self._trainer.args.gradient_accumulation_steps > 1
         if self._findings.get("uses_count") is None and several:
             once, twice = self._losses((batch, items), (batch, 2 * items))
-            answers = {
-                answer for answer in all_objects(_is_divided(once, twice, self._tolerance)) if answer is not None
-            }
+            divided = _is_divided(once, twice, self._tolerance)
+            if divided and not self._has_auxiliary:
+                _warn_of_a_part(once, twice, self._tolerance)
+            answers = {answer for answer in all_objects(divided) if answer is not None}
             if answers:
                 self._findings["uses_count"] = True in answers
         uses_count = self._findings.get("uses_count") is not False
@@ -160,7 +163,14 @@ class LossTrials:
         trainer = self._trainer
         forwards = _Forwards(trainer.model_wrapped)
         with undisturbed(trainer.model), _alone(trainer), trainer.compute_loss_context_manager(), forwards.noted():
-            return [self._loss(forwards, *case) for case in cases]
+            losses = [self._loss(forwards, *case) for case in cases]
+        if forwards.have_auxiliary and not self._has_auxiliary:
+            self._has_auxiliary = True
+            logger.warning(
+                "the model adds an auxiliary loss (aux_loss) that is no mean over samples or labels; it counts like "
+                "the rest, so it is not exactly that of one process"
+            )
+        return losses
 
     def _loss(self, forwards: _Forwards, batch: Any, items: Any) -> float:
         trainer = self._trainer
@@ -187,6 +197,8 @@ class _Forwards:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.have_auxiliary = False
+        """Whether a loss of the model has a part that balances a mixture of experts."""
         self._calls: list[tuple[tuple, dict[str, Any]]] = []  # of the first case
         self._first = True
         self._started = self._ended = 0
@@ -221,6 +233,8 @@ class _Forwards:
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         self._ended += 1
+        # Small beside the rest, as its coefficient is, so that no comparison of losses shows it.
+        self.have_auxiliary |= Forward.of(model, None, None, output).auxiliary != 0
 
 
 @contextlib.contextmanager
@@ -249,10 +263,13 @@ def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:
         return None
     if abs(once - twice) <= tolerance * abs(once):
         return False
-    if abs(once - 2 * twice) > max(tolerance, 1e-2) * abs(once):
-        logger.warning_once(
+    return True
+
+
+def _warn_of_a_part(once: float, twice: float, tolerance: float) -> None:
+    if abs(once - 2 * twice) > tolerance * abs(once):
+        logger.warning(
             f"the loss is {once:.6g}, and {twice:.6g} for twice the number of items: only a part of it is divided by "
             "num_items_in_batch. The rest (an auxiliary loss?) counts the same on every rank, whatever its batch "
             "size, and is not exactly that of one process"
         )
-    return True

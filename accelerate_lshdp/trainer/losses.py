@@ -13,6 +13,7 @@ A Trainer's loss is one of two kinds:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,5 +96,8 @@ class TrainerLosses:
 
 
 def _without_labels(batch: Any) -> Any:
+    """A batch of which the Trainer counts no items; it counts none of batches that have no names, as tuples."""
+    if not isinstance(batch, Mapping):
+        return batch
     names = [name for name in ("labels", "shift_labels") if torch.is_tensor(batch.get(name))]
     return {**batch, **{name: torch.full_like(batch[name], IGNORED_LABEL) for name in names}}
