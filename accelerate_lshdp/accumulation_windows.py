@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.yielded_batches import TrackedBatch
     from accelerate_lshdp.engine.prepared import PreparedModel
+    from accelerate_lshdp.yielded_batches import TrackedBatch
 
 
 INSIDE_WINDOW = (
