@@ -79,7 +79,7 @@ class Checkpointing(_Base):
         Hooks of ``register_save_state_pre_hook`` are called before anything is written; what they write into the
         folder that they get becomes a part of this node's checkpoint. A model whose state dict they take out of
         their list is not saved. Under strategies that shard a model, the state dicts are full on one rank of each
-        node and empty on the others.
+        node, which holds all models at once for that, and empty on the others.
 
         Args:
             output_dir: the checkpoint's folder, on each node; may be left out with automatic checkpoint naming.
