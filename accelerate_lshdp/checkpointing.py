@@ -384,8 +384,6 @@ class Checkpointing(_Base):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         on_each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if on_each_node else self.is_main_process
-        if writes:
-            os.makedirs(save_directory, exist_ok=True)
         save_model_file(os.path.join(save_directory, SAFE_WEIGHTS_NAME), model, self.node_layout, writes)
 
 
