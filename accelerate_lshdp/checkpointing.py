@@ -79,7 +79,7 @@ class Checkpointing(_Base):
         Hooks of ``register_save_state_pre_hook`` are called before anything is written; what they write into the
         folder that they get becomes a part of this node's checkpoint. A model whose state dict they take out of
         their list is not saved. Under strategies that shard a model, the state dicts are full on one rank of each
-        node and empty on the others.
+        node, which holds all models at once for that, and empty on the others.
 
         Args:
             output_dir: the checkpoint's folder, on each node; may be left out with automatic checkpoint naming.
@@ -387,8 +387,6 @@ class Checkpointing(_Base):
             return super().save_model(model, save_directory, max_shard_size, safe_serialization)
         on_each_node = self.project_configuration.save_on_each_node
         writes = self.is_local_main_process if on_each_node else self.is_main_process
-        if writes:
-            os.makedirs(save_directory, exist_ok=True)
         save_model_file(os.path.join(save_directory, SAFE_WEIGHTS_NAME), model, self.node_layout, writes)
 
 

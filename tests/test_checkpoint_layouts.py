@@ -22,6 +22,7 @@ from accelerate_lshdp.engine.checkpoint import (
     save_model_file,
     stream_full_state,
 )
+from accelerate_lshdp.engine.checkpoint_tensors import SafetensorsWriter
 
 
 LAYOUTS = {
@@ -224,6 +225,36 @@ def test_full_state_is_streamed_to_those_who_want_it(workers, tmp_path):
     assert visible(tmp_path / "node0") == ["model.safetensors"] and visible(tmp_path / "node1") == []
     del expected["head.weight"]
     assert_same(load_file(tmp_path / "node0" / "model.safetensors"), expected)
+
+
+def save_on_each_node(root):
+    """Both writers begin before either ends; then one of them may not write there."""
+    training, begins = objects(steps=1), SafetensorsWriter.__init__
+
+    def together(*args, **options):
+        begins(*args, **options)
+        dist.barrier()
+
+    with mock.patch.object(SafetensorsWriter, "__init__", together):
+        save_model_file(root / "new" / "model.safetensors", training.models[0], layout(), is_writer=True)
+    expected = {name.removeprefix("model "): value for name, value in full_state(training).items()}
+    blocked = root / f"blocked{dist.get_rank()}"
+    if dist.get_rank() == 1:
+        blocked.touch()  # a file, where a folder is to be made
+    try:
+        save_model_file(blocked / "model.safetensors", training.models[0], layout(), is_writer=True)
+    except RuntimeError as error:
+        return {name: expected[name] for name, _ in training.models[0].named_parameters()}, str(error)
+    return None
+
+
+def test_nodes_that_save_a_model_into_one_folder(workers, tmp_path):
+    answers = workers(2).run(save_on_each_node, tmp_path, nodes=(1, 1))
+    assert visible(tmp_path / "new") == ["model.safetensors"]
+    saved = load_file(tmp_path / "new" / "model.safetensors")
+    for parameters, message in answers:
+        assert message.startswith("rank 1: saving the model to ") and "FileExistsError" in message
+        assert_same({name: saved[name] for name in parameters}, parameters)
 
 
 def one_folder_for_all(root):

@@ -108,7 +108,8 @@ def save_checkpoint(
 ) -> None:
     """Writes a complete checkpoint on every node (collective).
 
-    A tensor that is sharded over several nodes is gathered one at a time; no rank holds more than one full tensor.
+    A tensor that is sharded over several nodes is gathered one at a time; of what is written here, no rank holds more
+    than one full tensor. What `before_writing` needs is not counted: save hooks of a script get full models.
     `directory` is replaced as a whole once the new checkpoint is complete on all nodes; before that, it is untouched.
 
     Args:

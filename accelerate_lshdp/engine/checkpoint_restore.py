@@ -116,7 +116,13 @@ class SavedTraining(SavedModels):
         for index, (optimizer, saved) in enumerate(zip(objects.optimizers, self.document["optimizers"], strict=True)):
             reader = SafetensorsReader(folder / f"optimizer_{index}.safetensors")
             self._steps.append(checkpoint_optimizer.check(optimizer, names, saved, reader).apply)
-        for scheduler, state in zip(objects.schedulers, self._value("schedulers"), strict=True):
+        for index, (scheduler, state) in enumerate(zip(objects.schedulers, self._value("schedulers"), strict=True)):
+            now = scheduler.state_dict()
+            if isinstance(state, dict) != isinstance(now, dict):
+                raise ValueError(
+                    f"the state of scheduler {index} is a {type(state).__name__} in the checkpoint and a "
+                    f"{type(now).__name__} in this run; prepare the same schedulers, in the same order"
+                )
             self._steps.append(lambda scheduler=scheduler, state=state: scheduler.load_state_dict(state))
         self._check_scaler(objects.scaler)
         for index, (thing, saved) in enumerate(zip(objects.custom, self.document["custom"], strict=True)):

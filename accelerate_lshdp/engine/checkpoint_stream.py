@@ -89,7 +89,7 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
     """Writes a model as one safetensors file that `from_pretrained` loads (collective). Tied tensors come once.
 
     Args:
-        path: the file; it is replaced as a whole if it exists.
+        path: the file; it is replaced as a whole if it exists. Its folder is made.
         model: prepared or plain.
         layout: the place of this rank.
         is_writer: whether this rank writes.
@@ -98,10 +98,19 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
         RuntimeError: on all ranks, if a writer failed.
     """
     sources = [TensorSource.of(name, tensor) for name, tensor in ModelTensors.of(model).tensors.items()]
-    partial = f"{os.fspath(path)}.partial"
-    if is_writer and os.path.lexists(partial):
-        os.unlink(partial)
-    _, error = stream_to_file(partial, sources, layout, is_writer)
+    folder, name = os.path.split(os.fspath(path))
+    # Of this node alone: the writers of all nodes write at the same time, and may share the folder.
+    partial = os.path.join(folder, f".{name}.node{layout.node}.partial")
+    error: Exception | None = None
+    if is_writer:
+        try:
+            os.makedirs(folder or ".", exist_ok=True)
+            if os.path.lexists(partial):  # of a killed writer
+                os.unlink(partial)
+        except OSError as caught:
+            error = caught
+    _, failed = stream_to_file(partial, sources, layout, is_writer and error is None)
+    error = error or failed
     if is_writer and error is None:
         try:
             os.replace(partial, path)
