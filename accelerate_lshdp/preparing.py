@@ -93,7 +93,7 @@ class Preparing(_Base):
                 self._new_parameters[id(parameter)] = (weakref.ref(parameter), after[name])
         self._prepared.append(prepared)
         if len(self._prepared) > 1:
-            self._exchange.expect_several_models()
+            self._exchange.expect_several_models(None if prepared.can_be_completed else self.policies.shard_groups)
         for optimizer in self._optimizers:
             self._follow_parameters(optimizer.optimizer)
             self._check_optimizer(optimizer.optimizer)
