@@ -71,8 +71,8 @@ def require_same_models(
                 raise RuntimeError(
                     "the ranks have losses of different models, whose parameters they share: found "
                     f"{type(prepared.module).__name__} (number {number} of those prepared) {found}. "
-                    "Let the losses of all ranks depend on the same models (add 0 times an output, where one does not), or "
-                    "use strategy ddp, or lsdp on CPUs, under which a rank may leave a model out"
+                    "Let the losses of all ranks depend on the same models (add 0 times an output, where one does "
+                    "not), or use strategy ddp, or lsdp on CPUs, under which a rank may leave a model out"
                 )
 
 
