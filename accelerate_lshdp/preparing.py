@@ -82,7 +82,7 @@ class Preparing(_Base):
                 self._new_parameters[id(parameter)] = (weakref.ref(parameter), after[name])
         self._prepared.append(prepared)
         if len(self._prepared) > 1:
-            self._exchange.expect_several_models()
+            self._exchange.expect_several_models(None if prepared.can_be_completed else self.policies.shard_groups)
         self._take_optimizers([optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters())
         prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:

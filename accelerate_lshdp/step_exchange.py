@@ -114,6 +114,7 @@ class StepExchange:
         self.group: dist.ProcessGroup | None = None
         self._meetings: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
+        self._before: dist.ProcessGroup | None = None
         if world_size > 1:
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
@@ -144,10 +145,29 @@ class StepExchange:
                 dist.all_reduce(values, group=self.group)
         return values
 
-    def expect_several_models(self) -> None:
-        """Makes ready for `sum_beside` (collective)."""
-        if self.group is not None and self._beside is None:
-            self._beside = new_group(backend="gloo")
+    def expect_several_models(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
+        """Makes ready for `sum_beside` and `tell_before_backward` (collective).
+
+        Args:
+            shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
+        """
+        if self.group is None or self._beside is not None:
+            return
+        self._beside = new_group(backend="gloo")
+        if shard_groups is None or max(map(len, shard_groups)) == 1:
+            return
+        # Ranks of one shard group have equal numbers of micro-batches, others may have not.
+        for ranks in [range(self.world_size)] if self.counts is None else shard_groups:
+            group = new_group(list(ranks), backend="gloo")
+            self._before = group if self.rank in ranks else self._before
+
+    def tell_before_backward(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` (host, float64) over ranks that are in the same micro-batch: all that this one waits
+        for in the middle of autograd."""
+        if self._before is not None:
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self._before)
+        return values
 
     def sum_beside(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks, while gradients travel in any order in other groups."""

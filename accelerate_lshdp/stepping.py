@@ -23,6 +23,7 @@ from accelerate_lshdp.engine.node_memory import NodeMemoryError
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.ranks_in_step import FAILED, require_same_step
+from accelerate_lshdp.several_models import models_that_took_part, require_same_models
 from accelerate_lshdp.step_exchange import PendingReports, RankReport
 from accelerate_lshdp.weighting import LossWeighting, loss_share, weigh
 
@@ -191,10 +192,11 @@ class Stepping(_Base):
         if any(prepared.synchronise_next for prepared in self._prepared):
             meeting = self._exchange.meet("backward", self._tracker.within_window and not left_open)
         try:
+            require_same_models(self._exchange, loss, self._prepared, self.policies.shard_groups)
             self._run_autograd(loss, kwargs)
             if meeting is not None:
                 meeting.require_all()  # else gradients are waited for that do not come
-            took_part = self._models_that_took_part()
+            took_part = models_that_took_part(self._exchange, self._prepared)
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
             self._unstepped.produced(took_part)
             for prepared in took_part:
@@ -290,7 +292,8 @@ class Stepping(_Base):
                     "process, they end with it. Go on from the last checkpoint"
                 )
             return
-        synchronised = [prepared for prepared in self._models_that_took_part() if prepared.synchronise_next]
+        took_part = models_that_took_part(self._exchange, self._prepared)
+        synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
         if not synchronised:
             return
         for prepared in synchronised:
@@ -302,29 +305,6 @@ class Stepping(_Base):
         reports, _ = pending.wait()
         if not all(report.problem for report in reports):
             self._out_of_step = reports  # the others have stopped: there will be nobody to go on with
-
-    def _models_that_took_part(self) -> list[PreparedModel]:
-        """The models that the loss of any rank depends on, in the order of ``prepare``.
-
-        A rank whose loss leaves one out hands in zeros for it: the others wait for its part.
-        """
-        if len(self._prepared) < 2 or not any(prepared.synchronise_next for prepared in self._prepared):
-            return [prepared for prepared in self._prepared if prepared.took_part]
-        told = torch.tensor(
-            [float(prepared.took_part and prepared.synchronise_next) for prepared in self._prepared],
-            dtype=torch.float64,
-        )
-        anywhere = self._exchange.sum_beside(told).tolist()
-        for prepared, ranks in zip(self._prepared, anywhere, strict=True):
-            if ranks and not prepared.took_part:
-                if not prepared.synchronise_next:
-                    raise RuntimeError(
-                        f"found that the loss of another rank depends on {type(prepared.module).__name__}, which this "
-                        "rank has used under no_sync only since its last synchronised backward: use accumulate() with "
-                        "all models that the loss of any rank depends on"
-                    )
-                prepared.took_part = True
-        return [prepared for prepared in self._prepared if prepared.took_part]
 
     def _report(self, synchronised: list[PreparedModel]) -> PendingReports | None:
         """Begins to tell the other ranks what this one has computed, in the last backward of a step."""

@@ -6,6 +6,7 @@ with the same message.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
@@ -303,6 +304,29 @@ def test_two_loaders_with_other_shares_on_one_rank_are_refused_on_all(workers, s
     assert len({error.message for error in errors}) == 1 and "count differently" in errors[0].message
 
 
+def train_beside_a_validation(strategy: str) -> int:
+    """One that is kept open begins after a batch was fetched, whose inputs the script changes."""
+    script = Script(strategy)
+    held_out, validation = script.accelerator.prepare(script.new_loader(range(33))), None
+    for number, batch in enumerate(script.loader):
+        if number % 3 == 0:
+            script.model.eval()
+            validation = validation or iter(held_out)
+            with torch.no_grad():
+                CASE.loss(script.model, next(validation))
+            script.model.train()
+        noisy = script.model(pixel_values=batch["pixel_values"] + 0.1).logits
+        script.accelerator.backward(nn.functional.cross_entropy(noisy, batch["labels"]))
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    return script.accelerator.samples_seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_a_validation_that_begins_after_a_batch_was_fetched_does_not_have_it(workers, strategy):
+    assert workers(2).run(train_beside_a_validation, strategy, nodes=(2,)) == [33, 33]
+
+
 # What nothing tells
 
 
@@ -418,6 +442,32 @@ def test_batches_that_are_views_of_the_dataset_are_recognised(workers):
         assert relative_error(parameters, plain(BATCHES * 2)) <= 1e-12
 
 
+def take_gradients_of_each_sample() -> list[tuple]:
+    """As in torch.func's tutorials, where tensors have no storage."""
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="ddp"))
+    model = nn.Linear(4, 1).double()
+    loader = DataLoader(torch.ones(8, 4, dtype=torch.float64), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    shapes = []
+    for batch in loader:
+        detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+        def loss(parameters: dict, sample: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (sample[None],)).sum()
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(detached, batch)
+        shapes.append(tuple(gradients["weight"].shape))
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return shapes
+
+
+def test_a_prepared_model_goes_through_the_transforms_of_torch(workers):
+    (shapes,) = workers(1).run(take_gradients_of_each_sample)
+    assert shapes == [(4, 1, 4)] * 2
+
+
 def leave_out_a_model(strategy: str, on_rank: int) -> tuple[dict, dict]:
     script = Script(strategy)
     torch.manual_seed(1)
@@ -446,3 +496,32 @@ def test_a_model_that_one_rank_leaves_out_of_its_loss_gets_the_gradient_of_the_o
     for parameters, scaled in workers(2).run(leave_out_a_model, strategy, 0, nodes=nodes):
         assert relative_error(parameters, plain(BATCHES)) <= 1e-12
         assert relative_error(scaled, dict(scale.named_parameters())) <= 1e-12
+
+
+def leave_out_a_shared_model(strategy: str, under_no_sync: bool) -> None:
+    """On rank 1, in the second step, with a forward of it: ranks gather its parameters."""
+    script = Script(strategy, equal=True)
+    other = CASE.model().double()
+    other, optimizer = script.accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    other.train()
+    for number, batch in enumerate(script.loader):
+        deviates = number == 1 and script.accelerator.process_index == 1
+        with other.no_sync() if deviates and under_no_sync else contextlib.nullcontext():
+            second = CASE.loss(other, batch)
+        loss = CASE.loss(script.model, batch)
+        script.accelerator.backward(loss if deviates else loss + second)
+        for each in (script.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("fsdp", (2,)), ("zero2", (1, 1)), ("collectives", (2,))])
+def test_leaving_out_a_model_that_ranks_share_is_an_error_on_all_before_the_backward(workers, strategy, nodes):
+    errors = workers(2).run(leave_out_a_shared_model, strategy, False, nodes=nodes, expect_failure=True)
+    assert len({error.message for error in errors}) == 1 and "losses of different models" in errors[0].message
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+def test_a_model_that_one_rank_has_under_no_sync_is_an_error_on_all(workers, strategy, nodes):
+    errors = workers(2).run(leave_out_a_shared_model, strategy, True, nodes=nodes, expect_failure=True)
+    assert len({error.message for error in errors}) == 1 and "under no_sync only" in errors[0].message
