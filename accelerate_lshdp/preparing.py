@@ -17,6 +17,7 @@ from accelerate_lshdp import data
 from accelerate_lshdp.engine.agreement import raise_together
 from accelerate_lshdp.engine.batch_statistics import take_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
+from accelerate_lshdp.engine.marks import unmark
 from accelerate_lshdp.engine.node_shared import check_optimizer, hide_what_others_update
 from accelerate_lshdp.engine.plain_parameters import step_one_by_one
 from accelerate_lshdp.engine.policies import Mechanism
@@ -57,7 +58,7 @@ class Preparing(_Base):
     ) -> nn.Module:
         known = PreparedModel.of(model)
         if known is not None:
-            self._take_back(known)
+            known = self._take_back(known, evaluation_mode)
         self._watch_inputs(model)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trains or known is not None:
@@ -118,15 +119,28 @@ class Preparing(_Base):
         self._raise_everywhere(error)
         return model
 
-    def _take_back(self, prepared: PreparedModel) -> None:
-        """Trains a model again that this accelerator prepared before ``free_memory``."""
-        if prepared.clock is not self._clock:
+    def _take_back(self, prepared: PreparedModel, evaluation_mode: bool) -> PreparedModel | None:
+        """Trains a model again that was prepared before; None: it is to be prepared anew.
+
+        One that another accelerator prepared is this one's from now on, if that is possible. It may have trained it in
+        an earlier stage of the script, and may be gone.
+        """
+        if prepared.clock is self._clock:
+            if prepared not in self._prepared:
+                self._prepared.append(prepared)
+            return prepared
+        if not prepared.steps_alone:
             raise ValueError(
-                "found a model that another accelerator of this process prepared, which goes on to sum its gradients; "
-                "use that accelerator, or prepare a new model with the weights of this one"
+                "found a model that another accelerator of this process prepared, which has divided its parameters "
+                "among ranks, or lets those of a node share them: only that one can train it. Use one accelerator for "
+                "all stages of the script, or prepare a new model with the weights of this one "
+                "(accelerator.get_state_dict)"
             )
-        if prepared not in self._prepared:
-            self._prepared.append(prepared)
+        if evaluation_mode:
+            return prepared
+        unmark(prepared.module)
+        self._prepared = [other for other in self._prepared if other.module is not prepared.module]
+        return None
 
     def _settle_batch_norm(self, model: nn.Module) -> nn.Module:
         batches = self.plan.batch.ranks if self.plan.batch is not None else ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_trainer_trials import listening
 from torch import nn
 from trainer_runs import VARIANTS, arguments, error, full_parameters, train
 from transformers import Trainer, set_seed
@@ -99,7 +100,10 @@ def train_unnamed(folder: str, sizes: list[int] | None, batch: type) -> tuple[di
         data_collator=lambda rows: batch((torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows]))),
         **({} if sizes is None else {"plan": Plan.from_batch_sizes(sizes, strategy="ddp")}),
     )
-    trainer.train()
+    with listening() as told:
+        trainer.train()
+    said = any("taken for the mean over samples" in text for text in told)
+    assert said == (sizes is not None and trainer.accelerator.is_main_process)
     return full_parameters(trainer), [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 

@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPTrainer, LSHDPTrainerMixin, Plan
 from accelerate_lshdp.loss_parts import halvings, undisturbed
+from accelerate_lshdp.trainer.loss_trials import _alone
 
 
 SIZES = [3, 2]
@@ -70,7 +72,7 @@ class PairTrainer(Trainer):
         chosen, rejected = scores.chunk(2) if self.layout == "blocks" else scores.view(-1, 2).unbind(1)
         loss = -nn.functional.logsigmoid(chosen - rejected - inputs["margin"]).mean()
         self._metrics["train" if self.model.training else "eval"].append(
-            self.accelerator.gather_for_metrics(chosen.detach()).mean().item()
+            self.accelerator.gather_for_metrics(input_data=chosen.detach()).mean().item()
         )
         return (loss, outputs) if return_outputs else loss
 
@@ -174,6 +176,14 @@ def test_parts_of_a_loss_that_are_no_mean_are_told_of(
     told, _ = workers(2).run(told_of_parts, str(tmp_path), kind, nodes=(1, 1))
     assert len(told) == bool(expected)
     assert all(expected in text for text in told)
+
+
+def test_a_trial_gives_back_what_a_script_has_put_on_the_accelerator() -> None:
+    accelerator = SimpleNamespace(gather=len)
+    with _alone(SimpleNamespace(accelerator=accelerator)):
+        assert accelerator.gather("abc") == "abc" and accelerator.reduce(reduction="sum", tensor=3) == 3
+        assert accelerator.gather_for_metrics(input_data="abc", use_gather_object=True) == "abc"
+    assert vars(accelerator) == {"gather": len}
 
 
 def test_halves_of_a_batch() -> None:

@@ -146,13 +146,59 @@ def test_a_model_that_was_prepared_before_is_trained(workers, strategy, nodes, b
         assert relative_error(parameters, plain()) <= 1e-12
 
 
-def prepare_twice() -> None:
-    _, model, *_ = start("ddp")
-    LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 1], strategy="ddp")).prepare(model)
+def train_stages(strategy: str, kept: bool, evaluated: bool = False) -> dict:
+    """Three global batches, each by an accelerator of its own, as scripts of two stages have it."""
+    model, stages, hooks = CASE.model().double(), [], []
+    for batch in range(3):
+        accelerator = LSHDPAccelerator(plan=plan_of(strategy, (2, 1)))
+        loader = loader_of(3 * batch, 3 * batch + 3)
+        if evaluated and batch:
+            accelerator.prepare_model(model, evaluation_mode=True)
+            CASE.loss(model.eval(), next(iter(loader)))
+        model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+        model.train()
+        for inputs in loader:
+            accelerator.backward(CASE.loss(model, inputs))
+            optimizer.step()
+            optimizer.zero_grad()
+        stages += [(accelerator, optimizer, loader)] if kept else []
+        hooks.append(sum(len(value) for name, value in vars(model).items() if name.endswith("_hooks")))
+    assert len(set(hooks)) == 1  # those of the accelerators before were taken off
+    if kept:  # the first one trains no more, unless it prepares the model again
+        accelerator, optimizer, loader = stages[0]
+        with pytest.raises(RuntimeError, match="another accelerator has prepared"):
+            accelerator.backward(CASE.loss(model, next(iter(loader))))
+            optimizer.step()
+    return values(model)
 
 
-def test_a_model_of_another_accelerator_is_refused(workers):
-    errors = workers(2).run(prepare_twice, expect_failure=True)
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_a_model_is_trained_by_one_accelerator_after_another(workers, strategy, kept):
+    expected = plain_stages()
+    for parameters in workers(2).run(train_stages, strategy, kept, kept, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+def plain_stages() -> dict:
+    """In one process: each stage has an optimizer of its own."""
+    model = CASE.model().double().train()
+    for indices in BATCHES:
+        optimizer = make_optimizer(model, 1e-2, 0.0)
+        CASE.loss(model, collate([CASE.dataset(24, torch.float64)[index] for index in indices])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def prepare_twice(strategy: str) -> None:
+    _, model, *_ = start(strategy)
+    LSHDPAccelerator(plan=plan_of(strategy, (2, 1))).prepare(model)
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), PLACES[1:])
+def test_a_divided_model_of_another_accelerator_is_refused(workers, strategy, nodes):
+    errors = workers(2).run(prepare_twice, strategy, nodes=nodes, expect_failure=True)
     assert all("another accelerator of this process prepared" in error.message for error in errors)
 
 

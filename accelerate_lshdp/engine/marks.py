@@ -94,6 +94,19 @@ def mark(module: nn.Module, link: Link) -> None:
     leave_hooks_out(module)
 
 
+def unmark(module: nn.Module) -> None:
+    """Takes from a module and its parts what `mark` attached, and all hooks of this package, for good."""
+    for part in module.modules():
+        attributes = vars(part)
+        for name in _ATTRIBUTES:
+            attributes.pop(name, None)
+        hooks = [value for name, value in attributes.items() if "_hooks" in name and isinstance(value, dict)]
+        ours = {key for of_kind in hooks for key, hook in of_kind.items() if _is_ours(hook)}
+        for of_kind in hooks:
+            for key in ours & of_kind.keys():
+                del of_kind[key]
+
+
 def leave_hooks_out(module: nn.Module) -> None:
     """Keeps hooks of this package out of a module's pickles and copies."""
     vars(module)["__reduce_ex__"] = _Reduction(module)

@@ -180,6 +180,11 @@ class PreparedModel(ABC):
         Raises:
             RuntimeError: gradients are not those of the global batch.
         """
+        if PreparedModel.of(self.module) is not self:
+            raise RuntimeError(
+                f"found that another accelerator has prepared {type(self.module).__name__} since: this one does not "
+                "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
+            )
         if self.bypassed:
             raise RuntimeError(
                 "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "

@@ -171,11 +171,14 @@ def _track_num_input_tokens(original: Callable[..., Any], self: Trainer, inputs:
     if self.args.include_num_input_tokens_seen == "no":
         return
     accelerator, before = self.accelerator, self.state.num_input_tokens_seen
+    given = vars(accelerator).get("gather")
     accelerator.gather = lambda tokens: tokens
     try:
         original(inputs)
     finally:
         del accelerator.gather
+        if given is not None:
+            accelerator.gather = given
     place = accelerator.batch_place
     own = 0 if place is not None and place.samples == 0 else self.state.num_input_tokens_seen - before
     self._lshdp_tokens = getattr(self, "_lshdp_tokens", 0) + own

@@ -121,6 +121,12 @@ class LossTrials:
         ways = halvings(batch, samples)
         most = max(all_objects(len(ways)))
         if most == 0:
+            if self._trials == 0:
+                logger.warning(
+                    "no rank can try the loss with halves of its batch (micro-batches of one sample, or batches that "
+                    f"are no dicts), so it is taken for {plausible[0].value}. A loss that is something else is not "
+                    "exactly that of one process"
+                )
             return set(plausible)
         halves = [half for way in ways for half in way]
         # Also where there are no halves: other ranks of a sharded model wait for this one's forward.
@@ -243,18 +249,24 @@ def _alone(trainer: Trainer) -> Iterator[None]:
 
     A rank whose trial fails would not take part.
     """
-    accelerator = trainer.accelerator
+    own = vars(trainer.accelerator)
     names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+    given = {name: own[name] for name in names if name in own}  # a script may have put some on the object itself
     metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # as TRL's Trainers keep them
-    for name in names:
-        setattr(accelerator, name, lambda values, *args, **kwargs: values)
+    own.update(dict.fromkeys(names, _itself))
     try:
         yield
     finally:
         for name in names:
-            delattr(accelerator, name)
+            del own[name]
+        own.update(given)
         if metrics is not None:
             trainer._metrics = metrics
+
+
+def _itself(*args: Any, **kwargs: Any) -> Any:
+    """What would be gathered, by its place or by one of its names."""
+    return args[0] if args else kwargs["input_data" if "input_data" in kwargs else "tensor"]
 
 
 def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:
