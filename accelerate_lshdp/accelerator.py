@@ -164,9 +164,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             self._loader_context.token_counter = counter
         elif weighting in (LossWeighting.AUTO, LossWeighting.TOKENS):
             labels = LabelCounter(of_steps=weighting is LossWeighting.TOKENS)
-            self._losses = LossFinder(
-                self._exchange, labels, self.loss_findings["loop"], sizes_change=self._sizing is not None
-            )
+            self._losses = LossFinder(self._exchange, labels, self.loss_findings["loop"])
             alone = self.num_processes == 1 and not self.plan.has_accumulation
             if alone and weighting is LossWeighting.AUTO:
                 self._losses.idle = True

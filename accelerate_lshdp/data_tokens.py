@@ -63,13 +63,20 @@ class LabelCounter:
     def __init__(self, *, of_steps: bool) -> None:
         self.of_steps = of_steps
         self.wanted = True
-        """Once False, batches are not held back any more."""
+        """While False, batches whose samples have at most one label are not held back. Where samples have several,
+        other losses of these batches may count by them."""
 
 
 def integer_labels(batch: Any) -> torch.Tensor | None:
     """The entry ``labels`` of a batch, if it may hold -100 for what has no label."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels if torch.is_tensor(labels) and labels.ndim > 0 and labels.dtype in _INTEGERS else None
+
+
+def _has_several_labels(batch: Any) -> bool:
+    """Whether each sample has several labels."""
+    labels = integer_labels(batch)
+    return labels is not None and labels.ndim > 1
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -126,7 +133,7 @@ def _with_labels(batches: Iterator[PlacedBatch], counter: LabelCounter) -> Itera
             yield item
 
     for item in batches:
-        if not counter.wanted and not together:
+        if not counter.wanted and not together and not _has_several_labels(item.batch):
             yield item
             continue
         together.append(item)

@@ -2,8 +2,8 @@
 """What the losses of a script are means over, found out in the first backwards of its loop.
 
 A loss is given to ``backward`` as a number. Its rank compares it with what it would be as the mean over labels, over
-samples, ... of the logits of the last forward (`loss_values`); the answer is the one that holds on all ranks. Where
-there are no such logits, but the loss is the model's own, the model's class says it.
+samples, ... of the logits of its forward (`loss_values`); the answer is the one that holds on all ranks. Where there
+are no such logits, but the loss is the model's own, the model's class says it.
 
 The shares are those of one process: a mean over labels is one over the labels of the *global batch*, and the global
 batches of a script's own accumulation count the same.
@@ -11,113 +11,99 @@ batches of a script's own accumulation count the same.
 
 from __future__ import annotations
 
-import inspect
 import math
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from accelerate_lshdp.data_tokens import LabelCounter, LabelCounts, integer_labels
-from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.data_tokens import LabelCounter, LabelCounts
+from accelerate_lshdp.loss_forwards import Forward, ForwardWatch, factor_of, operation_of
+from accelerate_lshdp.loss_notices import (
+    refuse_different_kinds,
+    refuse_unequal_looks,
+    refuse_uneven_labels,
+    require_known_labels_of_step,
+    tell_kind,
+    tell_undecided,
+)
 from accelerate_lshdp.loss_parts import Composition
-from accelerate_lshdp.loss_seen import SeenLoss, fitting_kinds, is_own
-from accelerate_lshdp.loss_values import CrossEntropies, Forward, cross_entropies
+from accelerate_lshdp.loss_seen import SeenLoss, is_own, kind_of, number_of
+from accelerate_lshdp.loss_values import CrossEntropies, cross_entropies
+from accelerate_lshdp.open_loss import OpenLoss
 from accelerate_lshdp.weighting import LossWeighting, loss_share
 
 
 if TYPE_CHECKING:
     from accelerate_lshdp.data_places import MicroBatchPlace
-    from accelerate_lshdp.step_exchange import StepExchange
+    from accelerate_lshdp.step_exchange import StepExchange, Telling
 
 logger = get_logger(__name__)
 
-#: A first batch may fit several answers, as one whose rows all have as many labels; later ones will not.
-_MOST_TRIALS = 10
 #: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
 _MOST_LOSSES = 3
-_KINDS_OF_CLASSES = (Composition.SAMPLES, Composition.LABELS, Composition.SHIFTED_LABELS)
-_MEAN_OVER_SAMPLES = (
-    "ForSequenceClassification",
-    "ForImageClassification",
-    "ForVideoClassification",
-    "ForAudioClassification",
-    "ForQuestionAnswering",
-)
+
+
+class _Answer(NamedTuple):
+    """By what a loss counts in those micro-batches that are counted together."""
+
+    place: MicroBatchPlace
+    """Where it was found."""
+    together: tuple[int, int]
+    """Which micro-batches these are."""
+    kind: Composition
+    totals: LabelCounts | None
+    """Their labels; None: not all have labels that can be counted, or it does not count by these."""
+    told: bool
+    """Whether any rank has seen a loss that is a number."""
 
 
 class LossFinder:
     """Says by how much each loss counts in its step, as it was found to be.
 
-    Losses are told apart by their order among those of one batch.
+    Losses are told apart by what can be seen of them on all ranks: their order among those of one batch, the class of
+    the model that they come from, the operation that made them, and whether samples have several labels.
+
+    Every rank tells the others of each loss that it may have to look at, whether it knows it or not. The ranks that
+    know theirs do not wait; they see before the end of the backward whether others have asked them in vain.
 
     Args:
         exchange: what ranks tell each other.
         counter: counts labels in the prepared loaders.
         findings: names of compositions, for JSON: filled here, and by a checkpoint that the run goes on from.
-        sizes_change: whether ranks may get other batch sizes while the run goes on.
     """
 
-    def __init__(
-        self, exchange: StepExchange, counter: LabelCounter, findings: dict[str, Any], *, sizes_change: bool
-    ) -> None:
+    def __init__(self, exchange: StepExchange, counter: LabelCounter, findings: dict[str, Any]) -> None:
         self._exchange = exchange
-        self._sizes_change = sizes_change
         self._counter = counter
         self._findings = findings
-        self.idle = False
-        """Whether somebody else says by how much losses count, or they can count in one way only."""
-        self._forward: Forward | None = None
-        self._class = -1
+        self._forwards = ForwardWatch()
         self._place: MicroBatchPlace | None = None
         self._order = 0  # of the loss among those of its batch
-        self._trials: dict[str, int] = {}
-        self._likeliest: dict[str, Composition] = {}  # for the micro-batches that follow the first of their group
-        self._totals: dict[str, LabelCounts | None] = {}
-        self._looked_at: dict[
-            str, tuple[MicroBatchPlace, tuple[int, int]]
-        ] = {}  # by loss: where, and for which batches
+        self._names: dict[str, str] = {}  # by what is seen of a loss
+        self._open: dict[str, OpenLoss] = {}
+        self._answers: dict[str, _Answer] = {}
+        self._answers_by_order: dict[int, _Answer] = {}
+        self._told_early: tuple[MicroBatchPlace, Telling] | None = None
+        self._unheard: list[Telling] = []  # what others told while this rank knew enough
         self.by_labels = False
         """Whether the last loss counted by its labels."""
         self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
+        exchange.expect_losses()
 
-    # Forwards
+    @property
+    def idle(self) -> bool:
+        """Whether somebody else says by how much losses count, or they can count in one way only."""
+        return self._forwards.idle
+
+    @idle.setter
+    def idle(self, idle: bool) -> None:
+        self._forwards.idle = idle
 
     def watch(self, model: nn.Module) -> None:
         """Looks at the forwards of a prepared model."""
-        finder = self
-
-        # Functions, not methods: see PreparedModel.
-        def watched(called: nn.Module) -> bool:
-            compiles = torch.compiler.is_compiling()
-            return torch.is_grad_enabled() and not (finder.idle or compiles) and PreparedModel.of(called) is not None
-
-        def before_forward(called: nn.Module, args: tuple) -> None:
-            if watched(called):
-                finder._forward = None  # not beside the activations of the next one
-
-        def after_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if watched(called):
-                finder._forward_ended(called, args, kwargs, output)
-
-        model.register_forward_pre_hook(before_forward)
-        model.register_forward_hook(after_forward, with_kwargs=True)
-
-    def _forward_ended(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._is_settled:
-            named = _named(model, args, kwargs)
-            labels = integer_labels(named)
-            self._forward = Forward.of(model, labels, named.get("num_items_in_batch"), output)
-            self._class = _kind_of_class(model, labels)
-        elif any(found["given"] for found in self._findings.values()):
-            # Else the labels are those of the batch, which its loader has counted: no device is waited for.
-            self._forward = Forward(integer_labels(_named(model, args, kwargs)))
-
-    @property
-    def _is_settled(self) -> bool:
-        return bool(self._findings) and self._trials.keys() <= self._findings.keys()
+        self._forwards.watch(model)
 
     # Shares
 
@@ -127,25 +113,14 @@ class LossFinder:
         Where ranks have different numbers of micro-batches, one calls a collective before its only backward that
         others reach in their last micro-batch. They have to get past their first one before.
         """
-        if not self.idle and place is not self._place and self._starts(place):
-            self._look_once("loss 0", place, None)
-
-    def _starts(self, place: MicroBatchPlace) -> bool:
-        return place.window_start if self._counter.of_steps else place.micro_batch == 0
-
-    def _look_once(self, name: str, place: MicroBatchPlace, loss: torch.Tensor | None) -> None:
-        """Looks at the first loss of those micro-batches that are counted together, whichever that is.
-
-        The script may have left out the loss of the first one, on all ranks (a loss that is NaN).
-        """
-        together = (place.epoch, place.window if self._counter.of_steps else place.global_batch)
-        before, looked = self._looked_at.get(name, (None, None))
-        if looked != together or (self._starts(place) and before is not place):
-            self._looked_at[name] = place, together
-            self._look(name, place, loss)
+        early = self._told_early is not None and self._told_early[0] is place
+        if not self.idle and place is not self._place and not early and self._starts(place):
+            # Of a forward of this micro-batch, or of none: those of the batches before were used.
+            seen = self._see(place, 0, self._forwards.of(None, place), None)
+            self._told_early = place, self._tell(seen)
 
     def share(self, place: MicroBatchPlace, loss: torch.Tensor) -> float:
-        """The share of a loss in its step (collective in the first micro-batch of those that are counted together).
+        """The share of a loss in its step (collective where it is not known yet what the loss is).
 
         Raises:
             RuntimeError: on all ranks, if it depends on what the loss is a mean over and nobody can tell.
@@ -154,12 +129,15 @@ class LossFinder:
             return _share_of_samples(place)
         self._order = min(self._order + 1, _MOST_LOSSES) if place is self._place else 0
         self._place = place
-        name = f"loss {self._order}"
-        self._look_once(name, place, loss)
-        kind, together = self._likeliest.get(name, Composition.SAMPLES), self._totals.get(name)
-        self.by_labels = kind.by_labels and together is not None
+        forward = self._forwards.of(loss, place)
+        name = self._name_of(place, forward, loss)
+        answer = self._answer(name, place, forward, loss)
+        if forward is not None:
+            self._forwards.used(forward, place, keep=bool(self._open))
+        kind, totals = answer.kind, answer.totals
+        self.by_labels = kind.by_labels and totals is not None
         if self.by_labels:
-            own, total = (_count(kind, counts) for counts in (self._own(place), together))
+            own, total = (_count(kind, counts) for counts in (self._own(place), totals))
             part = own / total if own else 0.0
             return part if self._counter.of_steps else part / place.accumulation_steps
         if place.samples == 0:
@@ -172,31 +150,125 @@ class LossFinder:
             return loss_share(place, weighting, **counts)
         return _share_of_samples(place)
 
-    def _look(self, name: str, place: MicroBatchPlace, loss: torch.Tensor | None) -> None:
-        """Finds what the loss is and how many labels it is over, as far as these are not known (collective)."""
-        known = self._findings.get(name)
-        if known is not None and not known["counts"]:
-            self._likeliest[name], self._totals[name] = Composition[known["composition"]], None
-            return
-        everyone = self._tell(self._see(place, loss, known is None))
-        self._totals[name] = None
+    def require_same_looks(self) -> None:
+        """Waits until all ranks have said what they know of the losses of this step.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them has a loss that others have not.
+        """
+        while self._unheard:
+            _require_same_looks(_read(self._unheard.pop(0)))
+
+    def _name_of(self, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> str:
+        labels = forward.labels if forward is not None else None
+        if labels is None and place.labels is not None:
+            labels = place.labels.values
+        several = labels is not None and labels.ndim > 1
+        model = "no model" if forward is None else forward.name
+        of = "several labels a sample" if several else "a label a sample, or none"
+        seen = f"number {self._order} of its batch, {operation_of(loss)}, {model}, {of}"
+        for name, found in self._findings.items():
+            if found["seen"] == seen:
+                self._open.pop(self._names.pop(seen, ""), None)
+                return name
+        if self._names.get(seen) in self._findings:  # a checkpoint that was loaded has another one of this name
+            self._open.pop(self._names.pop(seen), None)
+        if seen not in self._names:
+            taken = {*self._findings, *self._names.values()}
+            self._names[seen] = next(f"loss {n}" for n in range(len(taken) + 1) if f"loss {n}" not in taken)
+        return self._names[seen]
+
+    # Answers
+
+    def _starts(self, place: MicroBatchPlace) -> bool:
+        return place.window_start if self._counter.of_steps else place.micro_batch == 0
+
+    def _together(self, place: MicroBatchPlace) -> tuple[int, int]:
+        return place.epoch, place.window if self._counter.of_steps else place.global_batch
+
+    def _answer(self, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> _Answer:
+        """Looks at the first loss of those micro-batches that are counted together, whichever that is.
+
+        The script may have left out the loss of the first one, on all ranks (a loss that is NaN).
+        """
+        known = self._answers.get(name)
+        if known is not None and known.together == self._together(place):
+            again = self._starts(place) and known.place is not place
+            # Where all losses of the first one were NaN, a later one may tell, if all ranks have as many.
+            unclear = not known.told and known.place is not place and name not in self._findings
+            if not again and not (unclear and self._exchange.counts is None):
+                return known
+        if self._exchange.counts is not None and not self._starts(place):
+            first = self._answers_by_order.get(self._order)
+            if first is None or first.together != self._together(place):
+                raise RuntimeError(
+                    "found a loss that the first micro-batch of its step does not have. The plan gives ranks "
+                    "different numbers of micro-batches, so the others cannot be asked what it is: say what losses "
+                    "are means over with LSDPPlugin(loss_weighting=...), or LSDP_LOSS_WEIGHTING in the environment"
+                )
+            return first
+        answer = self._look(name, place, forward, loss)
+        self._answers[name] = self._answers_by_order[self._order] = answer
+        return answer
+
+    def _look(self, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> _Answer:
+        """Finds what the loss is and how many labels it is over, as far as these are not known."""
+        found = self._findings.get(name)
+        self._counter.wanted = found is None or found["counts"] or bool(self._open)
+        opened = None
+        if found is None:
+            opened = self._open.setdefault(
+                name, OpenLoss(by_labels=self._counter.of_steps, world_size=self._exchange.world_size)
+            )
+        values = opened is not None and opened.wants_values(place)
+        known = Composition[found["composition"]] if found is not None else None if values else opened.guess
+        asks = values or known is None or known.by_labels or (found is not None and found["counts"])
+        early, self._told_early = self._told_early, None
+        if early is not None and early[0] is place and self._order == 0:
+            telling = early[1]
+            self._require_same_labels(place, forward)
+        else:
+            telling = self._tell(self._see(place, self._order, forward, loss, asks=asks, known=known, values=values))
+        if not asks:
+            self._unheard.append(telling)
+            return _Answer(place, self._together(place), known, None, True)
+        self.require_same_looks()  # in the order in which others told
+        everyone = _read(telling)
+        _require_same_looks(everyone)
+        totals = None
         if all(seen.counted for seen in everyone):
             columns = zip(*((s.samples, s.labels, s.shifted, s.ignored) for s in everyone), strict=True)
-            self._totals[name] = LabelCounts(*(int(sum(column)) for column in columns))
-        if known is None:
-            self._likeliest[name] = self._find(name, everyone, place)
-        else:
-            self._likeliest[name] = Composition[known["composition"]]
-        kind = self._likeliest[name]
-        if kind.by_labels and self._totals[name] is None and any(seen.dimensions for seen in everyone):
-            raise RuntimeError(
-                f"found a loss that is {kind.value}, but not all of these are in batch['labels'] of the prepared "
-                "loader: those of the micro-batches that follow are not known yet, so nobody can tell by how much "
-                "this one counts. Put the labels that the model is given into the batches (in the collator), or use "
-                "a plan without accumulation"
-            )
-        if kind is Composition.UNKNOWN and not is_own(everyone):
-            self._refuse_uneven_labels(everyone)
+            totals = LabelCounts(*(int(sum(column)) for column in columns))
+        elsewhere = next((kind_of(seen.known) for seen in everyone if seen.known >= 0), None)
+        told = any(seen.tells for seen in everyone)
+        kind = known or elsewhere
+        if opened is not None and (kind is None or values):
+            kind = self._find(name, opened, everyone, place) if elsewhere is None else elsewhere
+        require_known_labels_of_step(kind, totals, everyone)
+        if kind is Composition.UNKNOWN and (told or found is not None) and not is_own(everyone):
+            refuse_uneven_labels(everyone)
+        return _Answer(place, self._together(place), kind, totals, told)
+
+    def _find(self, name: str, opened: OpenLoss, everyone: list[SeenLoss], place: MicroBatchPlace) -> Composition:
+        kind, clear = opened.look(everyone, place)
+        if clear:
+            self._settle(name, opened, everyone)
+        elif not opened.told_undecided and tell_undecided(name, opened, everyone):
+            opened.told_undecided = True
+        return kind
+
+    def _settle(self, name: str, opened: OpenLoss, everyone: list[SeenLoss]) -> None:
+        kind = opened.guess
+        # An unknown loss is watched: labels of which ranks have different shares show only later.
+        watched = kind is Composition.UNKNOWN and everyone[0].dimensions > 1 and not is_own(everyone)
+        counts = all(seen.counted for seen in everyone) and (kind.by_labels or watched)
+        seen = next(seen for seen, known in self._names.items() if known == name)
+        self._findings[name] = {"composition": kind.name, "counts": counts, "seen": seen}
+        del self._open[name], self._names[seen]
+        self._counter.wanted = bool(self._open) or any(found["counts"] for found in self._findings.values())
+        tell_kind(name, opened, everyone)
+
+    # What is seen
 
     def _own(self, place: MicroBatchPlace) -> LabelCounts:
         """This micro-batch's labels: of the batch, or what the model was given in their place."""
@@ -204,12 +276,33 @@ class LossFinder:
             return self._given[1]
         return place.labels.own
 
-    def _see(self, place: MicroBatchPlace, loss: torch.Tensor | None, values: bool) -> SeenLoss:
-        forward, of_batch = self._forward or Forward(None), place.labels
+    def _require_same_labels(self, place: MicroBatchPlace, forward: Forward | None) -> None:
+        """Refuses labels that others were told other counts of, before the forward was made."""
+        if forward is None or forward.labels is None or place.labels is None or self._given is not None:
+            return
+        if LabelCounts.of(forward.labels, place.samples) != place.labels.own:
+            raise RuntimeError(
+                "found a forward with other labels than batch['labels'] after a collective in its micro-batch: the "
+                "plan gives ranks different numbers of micro-batches, so the others have counted those of the batch. "
+                "Put the labels that the model is given into the batches (in the collator)"
+            )
+
+    def _see(
+        self,
+        place: MicroBatchPlace,
+        order: int,
+        forward: Forward | None,
+        loss: torch.Tensor | None,
+        *,
+        asks: bool = False,
+        known: Composition | None = None,
+        values: bool = False,
+    ) -> SeenLoss:
+        of_batch = place.labels
         labels = of_batch.values if of_batch is not None else None
         together = of_batch.together if of_batch is not None else ()
         self._given = None
-        if forward.labels is not None:
+        if forward is not None and forward.labels is not None and (asks or loss is None):
             labels = forward.labels
             own = LabelCounts.of(labels, place.samples)
             alone = place.window_start and place.window_end if self._counter.of_steps else place.micro_batches == 1
@@ -218,108 +311,56 @@ class LossFinder:
                 together = (own,) if alone else ()
                 self._given = place, own
         total = sum(together, LabelCounts())
-        number = multiple = math.nan
+        number = own_loss = multiple = items = auxiliary = math.nan
         computed = CrossEntropies()
-        if (
-            values and loss is not None and loss.numel() == 1
-        ):  # else nothing is compared, and no device has to be waited for
-            number, multiple = loss.double().item(), forward.multiple(loss)
-            if forward.logits is not None and labels is not None and math.isfinite(number):
+        if values and loss is not None and loss.numel() == 1:  # else no device has to be waited for
+            number = loss.double().item()
+            if forward is not None:
+                multiple, items, auxiliary = forward.multiple(loss), forward.items, forward.auxiliary
+                own_loss = math.nan if math.isnan(multiple) else forward.loss.double().item() - auxiliary
+            if forward is not None and forward.logits is not None and labels is not None and math.isfinite(number):
                 computed = _compared(forward.logits, labels)
+        together_number, first = self._together(place), 1 + _MOST_LOSSES
         return SeenLoss(
+            position=float(((together_number[0] * 1_000_003 + together_number[1]) * first + order) % 2**48),
+            asks=asks,
+            known=number_of(known),
             loss=number,
-            own=math.nan if math.isnan(multiple) else forward.loss.double().item() - forward.auxiliary,
+            own=own_loss,
             multiple=multiple,
-            items=forward.items,
-            kind_of_class=self._class,
-            has_auxiliary=forward.auxiliary != 0,
+            factor=1.0 if loss is None or not values else factor_of(loss),
+            items=items,
+            kind_of_class=number_of(forward.kind if forward is not None else self._forwards.only_kind),
+            has_auxiliary=math.isfinite(auxiliary) and auxiliary != 0,
             low_precision=loss is not None and loss.dtype in (torch.bfloat16, torch.float16),
             dimensions=0 if labels is None else labels.ndim,
-            looked=loss is not None and (forward.logits is not None or forward.loss is not None),
-            given=self._given is not None,
+            looked=forward is not None and (forward.logits is not None or forward.loss is not None),
+            compiled=self._forwards.is_blind,
             counted=bool(together),
             even=len({_labels_a_sample(counts) for counts in together if counts.samples}) <= 1,
-            samples=total.samples,
+            samples=total.samples if together else place.samples,
             labels=total.labels,
             shifted=total.shifted,
             ignored=total.ignored,
             values=computed,
         )
 
-    def _tell(self, seen: SeenLoss) -> list[SeenLoss]:
-        rows = torch.zeros(self._exchange.world_size, SeenLoss.width(), dtype=torch.float64)
-        rows[self._exchange.rank] = torch.tensor(seen.as_row(), dtype=torch.float64)
-        return [SeenLoss.from_row(row) for row in self._exchange.sum(rows).tolist()]
+    def _tell(self, seen: SeenLoss) -> Telling:
+        return self._exchange.tell(seen.as_row())
 
-    # What it is
 
-    def _find(self, name: str, everyone: list[SeenLoss], place: MicroBatchPlace) -> Composition:
-        """What the loss is, the same on all ranks; settled once it is clear."""
-        fitting = fitting_kinds(everyone, {1.0, 1.0 / place.accumulation_steps})
-        of_class = _KINDS_OF_CLASSES[int(everyone[0].kind_of_class)] if everyone[0].kind_of_class >= 0 else None
-        telling = [seen for seen in everyone if seen.tells]
-        order = [Composition.LABELS, Composition.SHIFTED_LABELS, Composition.SAMPLES, Composition.SUM]
-        order.append(Composition.GLOBAL)
-        dimensions = max(seen.dimensions for seen in everyone)
-        preferred = Composition.SAMPLES if dimensions == 1 or of_class is Composition.SAMPLES else None
-        if dimensions > 1:
-            preferred = of_class
-        if self._counter.of_steps:  # the script says that it is one of these two
-            order = [kind for kind in order if kind.by_labels]
-            fitting &= set(order)
-            preferred = of_class if of_class in order else Composition.LABELS
-        order.sort(key=lambda kind: kind is not preferred)
-        kind = next((kind for kind in order if kind in fitting), Composition.UNKNOWN)
-        by_class = kind is Composition.UNKNOWN and (self._counter.of_steps or is_own(everyone))
-        if by_class or not telling:
-            kind = preferred or Composition.UNKNOWN
-        if not telling and name in self._likeliest:
-            kind = self._likeliest[name]
-        trials = self._trials[name] = self._trials.get(name, 0) + bool(telling)
-        not_seen = trials < 2 and not any(seen.looked for seen in everyone)  # others were settled before it came
-        if not telling or not_seen or (len(fitting) > 1 and trials < _MOST_TRIALS):
-            return kind
-        self._settle(name, kind, everyone, by_class, self._sizes_change or _has_unequal_sizes(place))
-        return kind
+def _read(telling: Telling) -> list[SeenLoss]:
+    return [SeenLoss.from_row(row) for row in telling.wait()]
 
-    def _settle(self, name: str, kind: Composition, everyone: list[SeenLoss], by_class: bool, unequal: bool) -> None:
-        counted = all(seen.counted for seen in everyone)
-        # An unknown loss is watched: labels of which ranks have different shares show only later.
-        watched = kind is Composition.UNKNOWN and everyone[0].dimensions > 1 and not is_own(everyone)
-        counts = counted and (kind.by_labels or watched)
-        given = any(seen.given for seen in everyone)
-        self._findings[name] = {"composition": kind.name, "counts": counts, "given": given}
-        if not any(found["counts"] for found in self._findings.values()):
-            self._counter.wanted = False
-        which = "the loss" if name == "loss 0" else f"{name} of each batch (counted from 0)"
-        if kind is Composition.UNKNOWN and unequal:
-            logger.warning(
-                f"{which} is none that can be recognised, so it is taken for a mean over samples. If it is one, say "
-                "so with loss_weighting='sample' (LSDPPlugin, or LSDP_LOSS_WEIGHTING=sample in the environment); a "
-                "loss that is no mean over samples, as one that compares them with each other, is not exactly that "
-                "of one process"
-            )
-        elif kind not in (Composition.SAMPLES, Composition.UNKNOWN):
-            by = ", as of other models of its class" if by_class else ""
-            logger.warning(f"{which} was found to be {kind.value}{by}: unequal batches count by that")
-        if any(seen.has_auxiliary for seen in everyone):
-            logger.warning(
-                "the model adds an auxiliary loss (aux_loss) that is no mean over samples or labels; it counts like "
-                "the rest, so it is not exactly that of one process"
-            )
 
-    def _refuse_uneven_labels(self, everyone: list[SeenLoss]) -> None:
-        if not all(seen.counted for seen in everyone) or not any(seen.ignored for seen in everyone):
-            return
-        shares = {seen.labels / seen.samples for seen in everyone if seen.samples}
-        if len(shares) > 1 or not all(seen.even for seen in everyone):
-            found = ", ".join(f"{seen.labels:.0f} labels in {seen.samples:.0f} samples" for seen in everyone)
-            raise RuntimeError(
-                f"found batches with different numbers of labels other than -100 ({found}; one entry a rank), and a "
-                "loss that is neither the model's own nor a mean that can be recognised: it counts by samples or by "
-                "labels, and nobody can tell. Say it with LSDPPlugin(loss_weighting='sample'), 'tokens' (see "
-                "token_counter) or 'none' (weight it yourself), or LSDP_LOSS_WEIGHTING in the environment"
-            )
+def _require_same_looks(everyone: list[SeenLoss]) -> None:
+    """Raises RuntimeError, the same on all ranks, if one asks others that are elsewhere, or know something else."""
+    if not any(seen.asks for seen in everyone):
+        return
+    if len({seen.position for seen in everyone}) > 1:
+        refuse_unequal_looks(everyone)
+    if len({seen.known for seen in everyone if seen.known >= 0}) > 1:
+        refuse_different_kinds(everyone)
 
 
 def _compared(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropies:
@@ -329,16 +370,6 @@ def _compared(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropies:
     except Exception as error:
         logger.warning_once(f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}")
         return CrossEntropies()
-
-
-def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a forward by their names, as far as they have some."""
-    names = list(inspect.signature(type(model).forward).parameters)[1:] if args else []
-    return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _has_unequal_sizes(place: MicroBatchPlace) -> bool:
-    return len(set(zip(place.cut.sizes, place.cut.steps, strict=True))) > 1
 
 
 def _share_of_samples(place: MicroBatchPlace) -> float:
@@ -351,34 +382,3 @@ def _count(kind: Composition, counts: LabelCounts) -> int:
 
 def _labels_a_sample(counts: LabelCounts) -> float:
     return counts.labels / counts.samples
-
-
-def _kind_of_class(model: nn.Module, labels: torch.Tensor | None) -> int:
-    """What the own loss of a model of transformers is, by its class: in ``_KINDS_OF_CLASSES``; -1: unknown."""
-    if not hasattr(model, "loss_type"):
-        return -1
-    if model.loss_type in _MEAN_OVER_SAMPLES:
-        return 0
-    if model.loss_type in ("ForMaskedLM", "ForTokenClassification"):
-        return 1
-    shifts = loss_shifts_labels(model)
-    if (labels is None or labels.ndim > 1) and (model.loss_type is None or shifts or _is_encoder_decoder(model)):
-        return 2 if shifts else 1
-    return -1
-
-
-def loss_shifts_labels(model: nn.Module) -> bool:
-    """Whether a model of transformers predicts each label from the entry before it, as far as its class says.
-
-    Decoders of encoder-decoders get shifted inputs instead. Classes that name no loss have that of causal models.
-    """
-    if _is_encoder_decoder(model):
-        return False
-    losses = sys.modules.get("transformers.loss.loss_utils")
-    causal = getattr(losses, "ForCausalLMLoss", None)
-    kind = getattr(model, "loss_type", None)
-    return kind in (None, "ForCausalLM") or (causal is not None and losses.LOSS_MAPPING.get(kind) is causal)
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

@@ -69,7 +69,8 @@ def restore_findings(findings: dict[str, dict[str, Any]], saved: Any) -> None:
         findings.setdefault("trainer", {})["composition"] = trainer["composition"]
     for name, found in loop.items():
         known = isinstance(found, dict) and found.get("composition") in Composition.__members__
-        if known and isinstance(found.get("counts"), bool) and isinstance(found.get("given"), bool):
+        # Without what tells it from other losses, as in older checkpoints, it is found again.
+        if known and isinstance(found.get("counts"), bool) and isinstance(found.get("seen"), str):
             findings.setdefault("loop", {})[name] = found
 
 

@@ -8,11 +8,9 @@ rounding, and nothing has to be computed again.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import Node
 from torch.nn.functional import cross_entropy
 
 from accelerate_lshdp.weighting import IGNORED_LABEL
@@ -27,6 +25,13 @@ class CrossEntropies(NamedTuple):
     """The mean over labels but the first of each row, each predicted from the entry before it."""
     samples: float = math.nan
     """The mean over samples of each one's mean over its labels."""
+    shifted_samples: float = math.nan
+    sums_a_sample: float = math.nan
+    """The mean over samples of the sum over each one's labels."""
+    shifted_sums_a_sample: float = math.nan
+    positions: float = math.nan
+    """The mean over all entries of all rows, those without a label being 0."""
+    shifted_positions: float = math.nan
     sum_of_labels: float = math.nan
     sum_of_shifted: float = math.nan
 
@@ -55,13 +60,18 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropie
     shifted = plain
     if labels.ndim > 1:
         shifted = [_sum_and_count(row[..., :-1, :], of_row[..., 1:]) for row, of_row in rows]
-    means = [total / count if count else math.nan for total, count in plain]
+    whole, whole_shifted = (sum(total for total, _ in sums) for sums in (plain, shifted))
     return CrossEntropies(
         labels=_mean(plain),
         shifted=_mean(shifted),
-        samples=sum(means) / len(means),
-        sum_of_labels=sum(total for total, _ in plain),
-        sum_of_shifted=sum(total for total, _ in shifted),
+        samples=_mean_of_means(plain),
+        shifted_samples=_mean_of_means(shifted),
+        sums_a_sample=whole / len(rows),
+        shifted_sums_a_sample=whole_shifted / len(rows),
+        positions=whole / labels.numel(),
+        shifted_positions=_ratio(whole_shifted, labels[..., 1:].numel() if labels.ndim > 1 else labels.numel()),
+        sum_of_labels=whole,
+        sum_of_shifted=whole_shifted,
     )
 
 
@@ -74,70 +84,12 @@ def _sum_and_count(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, i
 
 
 def _mean(sums: list[tuple[float, int]]) -> float:
-    count = sum(count for _, count in sums)
-    return sum(total for total, _ in sums) / count if count else math.nan
+    return _ratio(sum(total for total, _ in sums), sum(count for _, count in sums))
 
 
-class Forward(NamedTuple):
-    """What is kept of a model's forward until its backward, without what the backward needs."""
-
-    labels: torch.Tensor | None
-    """Integer labels that it was given."""
-    items: float = math.nan
-    """The number that it was told to divide its loss by."""
-    logits: torch.Tensor | None = None
-    loss: torch.Tensor | None = None
-    """Its own loss."""
-    origin: Node | None = None
-    """Where that comes from in the graph."""
-    auxiliary: float = 0.0
-    """The part of the loss that balances a mixture of experts."""
-
-    @classmethod
-    def of(cls, model: Any, labels: torch.Tensor | None, items: Any, output: Any) -> Forward:
-        """Of what a model was given and returned; what it means is found out later."""
-        items = _number(items)
-        if torch.is_tensor(output):
-            return cls(labels, items, output.detach())
-        logits, loss = _entry(output, "logits"), _entry(output, "loss")
-        logits = None if logits is None else logits.detach()
-        if loss is None or loss.numel() != 1:
-            return cls(labels, items, logits)
-        auxiliary = _entry(output, "aux_loss")
-        factor = getattr(getattr(model, "config", None), "router_aux_loss_coef", None)
-        part = _number(factor) * _number(auxiliary)
-        part = part if math.isfinite(part) else 0.0
-        return cls(labels, items, logits, loss.detach(), loss.grad_fn, part)
-
-    def multiple(self, loss: torch.Tensor) -> float:
-        """By what the model's own loss was multiplied to make this one; NaN if it was made in another way."""
-        if self.loss is None or self.origin is None or loss.numel() != 1 or not _leads_to(loss.grad_fn, self.origin):
-            return math.nan
-        own = self.loss.item()
-        return loss.item() / own if own else math.nan
+def _ratio(total: float, count: int) -> float:
+    return total / count if count else math.nan
 
 
-#: Operations with one number that make a multiple of it, or leave it as it is.
-_MULTIPLYING = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "CloneBackward0", "NegBackward0")
-_SHAPING = ("MeanBackward0", "SumBackward0", "SqueezeBackward0", "ViewBackward0", "ReshapeAliasBackward0")
-
-
-def _leads_to(node: Node | None, origin: Node) -> bool:
-    while node is not None and node is not origin:
-        before = [one for one, _ in node.next_functions if one is not None]
-        if node.name() not in _MULTIPLYING + _SHAPING or len(before) != 1:
-            return False
-        node = before[0]
-    return node is origin
-
-
-def _number(value: Any) -> float:
-    """NaN for what is none."""
-    if torch.is_tensor(value):
-        return float(value) if value.numel() == 1 else math.nan
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _entry(output: Any, name: str) -> torch.Tensor | None:
-    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return value if torch.is_tensor(value) else None
+def _mean_of_means(sums: list[tuple[float, int]]) -> float:
+    return sum(_ratio(*one) for one in sums) / len(sums)

@@ -96,6 +96,23 @@ class PendingReports:
         return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
 
 
+class Telling:
+    """A row of numbers that each rank tells the others; those who do not need them need not wait."""
+
+    def __init__(self, work: dist.Work | None, rows: torch.Tensor, clock: WaitClock) -> None:
+        self._work = work
+        self._rows = rows
+        self._clock = clock
+
+    def wait(self) -> list[list[float]]:
+        """The rows of all ranks."""
+        if self._work is not None:
+            with self._clock.waiting():
+                self._work.wait()
+            self._work = None
+        return self._rows.tolist()
+
+
 class StepExchange:
     """Small sums over all ranks (collective to make and to use).
 
@@ -115,6 +132,7 @@ class StepExchange:
         self._meetings: dist.ProcessGroup | None = None
         self._beside: dist.ProcessGroup | None = None
         self._before: dist.ProcessGroup | None = None
+        self._losses: dist.ProcessGroup | None = None
         if world_size > 1:
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
@@ -175,6 +193,21 @@ class StepExchange:
             with self.clock.waiting():
                 dist.all_reduce(values, group=self._beside)
         return values
+
+    def expect_losses(self) -> None:
+        """Makes ready for `tell` (collective)."""
+        if self.group is not None and self._losses is None:
+            self._losses = new_group(backend="gloo")
+
+    def tell(self, row: Sequence[float]) -> Telling:
+        """Begins to tell every rank a row of numbers, as many on all of them; does not wait.
+
+        On a group of its own: a rank whose others do not tell anything must not meet their gradients.
+        """
+        rows = torch.zeros(self.world_size, len(row), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(row, dtype=torch.float64)
+        work = None if self._losses is None else dist.all_reduce(rows, group=self._losses, async_op=True)
+        return Telling(work, rows, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
         """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.

@@ -196,6 +196,8 @@ class Stepping(_Base):
             self._run_autograd(loss, kwargs)
             if meeting is not None:
                 meeting.require_all()  # else gradients are waited for that do not come
+            if self._losses is not None and any(prepared.synchronise_next for prepared in self._prepared):
+                self._losses.require_same_looks()  # likewise
             took_part = models_that_took_part(self._exchange, self._prepared)
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
             self._unstepped.produced(took_part)
@@ -292,11 +294,13 @@ class Stepping(_Base):
                     "process, they end with it. Go on from the last checkpoint"
                 )
             return
-        took_part = models_that_took_part(self._exchange, self._prepared)
-        synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
+        # The only model is that of the loss, also if the backward failed before it came to any of its gradients.
+        models = self._prepared if len(self._prepared) == 1 else models_that_took_part(self._exchange, self._prepared)
+        synchronised = [prepared for prepared in models if prepared.synchronise_next]
         if not synchronised:
             return
         for prepared in synchronised:
+            prepared.took_part = True
             prepared.deliver_backward()
         report = self._rank_step.complete(self._timer.backward_ends(), FAILED)
         pending = self._exchange.after_backward(report, [prepared.no_usage() for prepared in self._prepared])

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from training_cases import Samples, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.loss_finding import loss_shifts_labels
+from accelerate_lshdp.loss_classes import loss_shifts_labels
 
 
 TAGS, LENGTH = 7, 6
@@ -122,11 +122,11 @@ def listening():
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.loss_finding").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.loss_notices").addHandler(handler)
     try:
         yield told
     finally:
-        logging.getLogger("accelerate_lshdp.loss_finding").removeHandler(handler)
+        logging.getLogger("accelerate_lshdp.loss_notices").removeHandler(handler)
 
 
 def train(pattern: str, strategy: str, sizes: list, accumulation: int = 1, **options: Any) -> tuple[dict, list, dict]:
@@ -262,8 +262,9 @@ def test_a_loss_that_cannot_be_recognised_is_told_of_once(workers):
     (told, found), _ = workers(2).run(train_on_rows, [3, 1], None, False, nodes=(1, 1))
     assert len(told) == 1 and "is none that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
     assert found["loss 0"]["composition"] == "UNKNOWN"
-    for sizes, weighting in (([3, 1], "sample"), ([2, 2], None)):
-        assert workers(2).run(train_on_rows, sizes, weighting, False, nodes=(1, 1))[0][0] == []
+    (told, _), _ = workers(2).run(train_on_rows, [2, 2], None, False, nodes=(1, 1))
+    assert len(told) == 1 and "is none that can be recognised" in told[0]  # it is not exact under equal sizes either
+    assert workers(2).run(train_on_rows, [3, 1], "sample", False, nodes=(1, 1))[0][0] == []
 
 
 def test_uneven_labels_under_such_a_loss_are_an_error_on_all_ranks(workers):

@@ -125,6 +125,28 @@ def test_a_difference_is_the_same_error_on_all_ranks_within_one_step(workers, st
     assert "not in step" in told.pop() or deviation is catch_an_exception_of_backward
 
 
+def train_once_more_when_the_loss_is_known(strategy: str) -> None:
+    script = Script(strategy, weighting="auto")
+    noted = Noted(script)
+    try:
+        for number, batch in enumerate(batch for _ in range(4) for batch in script.loader):
+            if number == 14:
+                assert "loss 0" in script.accelerator.loss_findings["loop"]
+                if script.accelerator.process_index == 1:
+                    script.accelerator.backward(CASE.loss(script.model, batch))
+            step(script, batch)
+    except Exception as error:
+        raise RuntimeError(f"after {noted.steps} steps: {error}") from error
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (2,)), ("lsdp", (1, 1))])
+def test_a_backward_too_many_is_an_error_on_all_ranks_also_when_the_loss_is_known(workers, strategy, nodes):
+    arguments = (train_once_more_when_the_loss_is_known, strategy)
+    errors = workers(2).run(*arguments, nodes=nodes, expect_failure=True, timeout=60)
+    check(errors, 15)
+    assert all("not in step" in error.message for error in errors)
+
+
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, deviation):
     """No rank ends here, so the one that tells others what its loss is would wait for an answer."""

@@ -1,0 +1,120 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Losses that look alike in some batches, or come in turn, count as in one process, or a warning says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exactness import full
+from test_loss_finding import LENGTH, TAGS, collate, listening, make_tagger, tag_loss, tagged_rows
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from training_cases import Samples, make_optimizer, relative_error
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+
+
+def sums_of_rows(model: nn.Module, batch: dict) -> Tensor:
+    logits = model(batch["input_ids"])["logits"]
+    return tag_loss(logits, batch["labels"], "labels", "sum") / len(logits)
+
+
+def mean_over_positions(model: nn.Module, batch: dict) -> Tensor:
+    logits = model(batch["input_ids"])["logits"]
+    return cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").mean()
+
+
+def mean_of_rows(model: nn.Module, batch: dict) -> Tensor:
+    logits = model(batch["input_ids"])["logits"]
+    values = cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    return (values.sum(1) / batch["labels"].ne(-100).sum(1).clamp(min=1)).mean()
+
+
+def own_loss(model: nn.Module, batch: dict) -> Tensor:
+    return model(**batch)["loss"]
+
+
+def first_labels(model: nn.Module, batch: dict) -> Tensor:
+    return cross_entropy(model(batch["input_ids"])["logits"].mean(dim=1), batch["labels"])
+
+
+LOSSES = {loss.__name__: loss for loss in (sums_of_rows, mean_over_positions, mean_of_rows, own_loss, first_labels)}
+
+
+def classified_rows(size: int) -> Samples:
+    def make(index: int, generator: torch.Generator) -> dict[str, Tensor]:
+        words = torch.randint(1, TAGS, (LENGTH,), generator=generator)
+        return {"input_ids": words, "labels": torch.randint(0, TAGS, (), generator=generator)}
+
+    return Samples(size, make)
+
+
+def data_of(name: str, size: int) -> Samples:
+    return classified_rows(size) if name == "first_labels" else tagged_rows(size)
+
+
+def one_process(names: list[str], size: int, total: int) -> dict[str, Tensor]:
+    model = make_tagger("labels")
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    for name in names:
+        data = data_of(name, size)
+        for start in range(0, size, total):
+            batch = collate([data[index] for index in range(start, min(start + total, size))])
+            LOSSES[name](model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(names: list[str], sizes: list, size: int, gathers: bool = False) -> tuple[dict, list, dict]:
+    """Each loss for an epoch of its data, one after the other."""
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes(sizes, strategy="ddp", allow_unequal_accumulation=True))
+    model = make_tagger("labels")
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    loaders = [DataLoader(data_of(name, size), batch_size=2, collate_fn=collate) for name in names]
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    model.train()
+    with listening() as told:
+        for name, loader in zip(names, loaders, strict=True):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    if gathers and accelerator.sync_gradients:
+                        accelerator.gather(torch.ones(1))
+                    accelerator.backward(LOSSES[name](model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    found: dict[str, Any] = accelerator.loss_findings["loop"]
+    return {name: full(parameter) for name, parameter in model.named_parameters()}, told, found
+
+
+@pytest.mark.parametrize("name", ["sums_of_rows", "mean_over_positions"])
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1]], ids=str)
+def test_sums_of_rows_are_means_over_samples_also_where_batches_are_equal_at_first(workers, name, sizes):
+    expected = one_process([name], 23, 4)
+    for parameters, _, found in workers(2).run(train, [name], sizes, 23, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+        assert all(one["composition"] == "SAMPLES" for one in found.values())
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1]], ids=str)
+def test_another_loss_after_the_first_is_found_for_itself(workers, sizes):
+    names = ["first_labels", "own_loss"]
+    expected = one_process(names, 48, 4)
+    for parameters, _, found in workers(2).run(train, names, sizes, 48, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+        assert found["loss 1"]["composition"] == "LABELS"
+
+
+def test_a_collective_before_the_forward_does_not_let_the_last_step_be_looked_at(workers):
+    expected = one_process(["own_loss"], 22, 4)
+    for parameters, _, _ in workers(2).run(train, ["own_loss"], [(1, 3), (1, 1)], 22, True, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+def test_one_row_a_micro_batch_is_told_of_where_it_makes_a_difference(workers):
+    (_, told, found), _ = workers(2).run(train, ["mean_of_rows"], [1, 1], 36, nodes=(1, 1))
+    assert any("it cannot be told yet what the loss is" in text for text in told)
+    assert found == {}
