@@ -22,8 +22,8 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp.engine.checkpoint_exchange import all_objects
+from accelerate_lshdp.loss_forwards import Forward
 from accelerate_lshdp.loss_parts import Composition, halvings, undisturbed
-from accelerate_lshdp.loss_values import Forward
 
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class _Forwards:
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         self._ended += 1
         # Small beside the rest, as its coefficient is, so that no comparison of losses shows it.
-        self.have_auxiliary |= Forward.of(model, None, None, output).auxiliary != 0
+        self.have_auxiliary |= Forward(model, {}, output).auxiliary != 0
 
 
 @contextlib.contextmanager
