@@ -81,7 +81,11 @@ def leave(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("leaving", LEAVING)
 def test_a_window_that_is_left_open_is_an_error_on_all_ranks_before_a_wrong_step(workers, leaving, strategy, nodes):
     errors = workers(sum(nodes)).run(leave, leaving.__name__, strategy, nodes=nodes, expect_failure=True)
-    assert all(error is not None and "whose last batches were left out" in error.message for error in errors)
+    told = [None if error is None else error.message for error in errors]
+    expected = ["whose last batches were left out"]
+    if leaving is leave_out_the_end_on_one_rank:
+        expected.append("not in step")  # found before by what ranks tell each other of a loss, where they do
+    assert all(message is not None and any(text in message for text in expected) for message in told), told
     right = 1 if leaving is leave_epochs_inside_a_window else 0
     assert all(error.message.startswith(f"after {right} steps") for error in errors)
 

@@ -359,7 +359,10 @@ def keep_a_copied_batch_on_one_rank(strategy: str) -> None:
 )
 def test_a_batch_that_cannot_be_told_from_others_is_an_error_on_all_ranks(workers, strategy, train):
     errors = workers(2).run(train, strategy, expect_failure=True, nodes=(2,))
-    assert len({error.message for error in errors}) == 1 and "of which batch the loss is" in errors[0].message
+    expected = ["of which batch the loss is"]
+    if train is keep_a_copied_batch_on_one_rank:
+        expected.append("not in step")  # found before by what ranks tell each other of a loss, where they do
+    assert len({error.message for error in errors}) == 1 and any(text in errors[0].message for text in expected)
 
 
 def begin_inside_a_window(strategy: str) -> None:

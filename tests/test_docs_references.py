@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 # In the source, but no variables that users of this package set.
 NOT_VARIABLES = {
     *("F8_E4M3", "F8_E5M2", "HF_HUB_OFFLINE", "MEGATRON_LM", "MULTI_GPU", "NAME_OR_CONFIG", "PARALLELISM_CONFIG_"),
-    *("PLAN_VARIABLE", "PLAN_VERSION"),
+    *("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "PLAN_VARIABLE", "PLAN_VERSION"),
 }
 
 
