@@ -102,7 +102,8 @@ class ForwardWatch:
 
     def watch(self, model: nn.Module) -> None:
         """Looks at the forwards of a prepared model."""
-        watch = self
+        # What is kept of a forward leads to the model by its graph, a circle that Python's collector cannot see into.
+        reference = weakref.ref(self)
         self._kinds.append(kind_of_class(model))
         self._models.append(weakref.ref(model))
 
@@ -110,15 +111,18 @@ class ForwardWatch:
         def watched(called: nn.Module) -> bool:
             if torch.compiler.is_compiling():
                 return False
-            return torch.is_grad_enabled() and not watch.idle and PreparedModel.of(called) is not None
+            watch = reference()
+            known = watch is not None and not watch.idle and PreparedModel.of(called) is not None
+            return known and torch.is_grad_enabled()
 
         def before_forward(called: nn.Module, args: tuple) -> None:
             if watched(called):  # not beside the activations of the next one
+                watch = reference()
                 watch._forwards = [one for one in watch._forwards if one.used is None][1 - _MOST_FORWARDS :]
 
         def after_forward(called: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             if watched(called):
-                watch._forwards.append(Forward(called, _named(called, args, kwargs), output))
+                reference()._forwards.append(Forward(called, _named(called, args, kwargs), output))
 
         model.register_forward_pre_hook(before_forward)
         model.register_forward_hook(after_forward, with_kwargs=True)
