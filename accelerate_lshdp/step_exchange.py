@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,10 @@ class Telling:
         return self._rows.tolist()
 
 
+#: The group for what is told of losses, of each world.
+_of_losses: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
 class StepExchange:
     """Small sums over all ranks (collective to make and to use).
 
@@ -197,7 +202,10 @@ class StepExchange:
     def expect_losses(self) -> None:
         """Makes ready for `tell` (collective)."""
         if self.group is not None and self._losses is None:
-            self._losses = new_group(backend="gloo")
+            # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
+            if dist.group.WORLD not in _of_losses:
+                _of_losses[dist.group.WORLD] = new_group(backend="gloo")
+            self._losses = _of_losses[dist.group.WORLD]
 
     def tell(self, row: Sequence[float]) -> Telling:
         """Begins to tell every rank a row of numbers, as many on all of them; does not wait.
