@@ -49,7 +49,9 @@ print("made " + json.dumps(sorted(made)))
 """
 
 
-@pytest.mark.parametrize("script", ["test_script.py", "test_ops.py", "test_sync.py"])
+@pytest.mark.parametrize(
+    "script", ["test_script.py", pytest.param("test_ops.py", marks=pytest.mark.slow), "test_sync.py"]
+)
 def test_script_passes_on_two_processes(tmp_path, script):
     driver = tmp_path / "driver.py"
     driver.write_text(_DRIVER)

@@ -107,7 +107,7 @@ def two_loaders(automatic: bool, short_first: bool) -> tuple:
     return result(accelerator, model)
 
 
-@pytest.mark.parametrize("short_first", [False, True])
+@pytest.mark.parametrize("short_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loader_that_begins_anew_beside_another_has_the_same_sizes(workers, short_first):
     adapted_and_exact(*both(workers, two_loaders, short_first))
 
@@ -225,6 +225,7 @@ def leaves_early(automatic: bool) -> tuple:
     return result(accelerator, model)
 
 
+@pytest.mark.slow
 def test_epochs_that_are_left_early(workers):
     adapted_and_exact(*both(workers, leaves_early))
 

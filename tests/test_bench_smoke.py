@@ -57,6 +57,7 @@ def check_losses(cases: list[dict[str, Any]]) -> None:
         assert [loss for _, _, loss in case["losses"]] == pytest.approx(expected, rel=tolerance), case["label"]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_cluster
 @pytest.mark.timeout(120)

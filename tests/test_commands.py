@@ -254,6 +254,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_uneven_nodes_get_the_ranks_of_the_plan(tmp_path: Path) -> None:
     (tmp_path / "places.py").write_text(_PLACES)
     address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
@@ -295,6 +296,7 @@ _LSHDP_SCRIPT = _OURS.format(package="accelerate_lshdp", name="LSHDPAccelerator"
 _UNMODIFIED_SCRIPT = _OURS.format(package="accelerate", name="Accelerator", keywords="")
 
 
+@pytest.mark.slow
 def test_documented_line_from_a_bare_environment(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_LSHDP_SCRIPT)
     result = _launch_nodes(
@@ -352,6 +354,7 @@ def test_launch_returns_the_exit_code_of_a_rank(tmp_path: Path) -> None:
     assert [record["rank"] for record in _records(result.stdout)] == [0, 1]  # as many processes as the plan has ranks
 
 
+@pytest.mark.slow
 def test_launch_of_a_module_on_one_rank(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

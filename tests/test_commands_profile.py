@@ -88,6 +88,7 @@ def test_the_command_measures_two_ranks(folder: Path) -> None:
     assert main(["plan", "out.json", *flags]) == 0
 
 
+@pytest.mark.slow
 def test_the_command_says_what_failed_and_writes_nothing(folder: Path) -> None:
     done = profile(folder, "tiny.py", "--fail", "loss")
     assert done.returncode == 1

@@ -224,7 +224,7 @@ UNEQUAL_STEPS = [[(3, 2), (2, 2), 2], [(1, 2), (4, 2), 2], [(4, 2), (1, 2), 2], 
 
 
 @pytest.mark.parametrize("counter", [None, count_tokens], ids=["plain", "tokens"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_switch_together_however_far_their_workers_are_ahead(persistent: bool, counter: Any):
     def loaders() -> list[HeterogeneousDataLoader]:
         options = iter(

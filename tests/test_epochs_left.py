@@ -108,7 +108,7 @@ def resumed(strategy: str, generator: bool, folder: str, count: int | None) -> t
 @pytest.mark.parametrize(
     ("generator", "peek", "count"), [(False, False, None), (True, False, None), (False, True, None), (True, True, 2)]
 )
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@pytest.mark.parametrize(("strategy", "nodes"), [pytest.param("ddp", (1, 1), marks=pytest.mark.slow), ("lsdp", (2,))])
 def test_a_run_that_stops_by_break_resumes_in_mid_epoch(workers, tmp_path, strategy, nodes, generator, peek, count):
     pool, folder = workers(2), str(tmp_path / "state")
     whole = pool.run(uninterrupted, strategy, generator, nodes=nodes)
@@ -182,7 +182,7 @@ def fetch_ahead_over_epochs(folder: str, saves_at: int, generator: bool) -> tupl
     return positions, training.samples
 
 
-@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("generator", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("saves_at", [4, 5, 6])
 def test_the_last_batch_of_an_epoch_counts_though_the_next_one_was_begun(workers, tmp_path, saves_at, generator):
     pool, folder = workers(2), str(tmp_path / "state")

@@ -90,6 +90,7 @@ def write_script(folder: Path) -> Path:
     return script
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_processes_end_with_code_zero_again_and_again(tmp_path):
     script = write_script(tmp_path)

@@ -74,10 +74,10 @@ for inputs, labels in loader:
 
 CASES = [
     ("ddp", 1, "backward", "kill", "environment"),
-    ("lsdp", 0, "between", "kill", "environment"),
+    pytest.param("lsdp", 0, "between", "kill", "environment", marks=pytest.mark.slow),
     ("fsdp", 1, "forward", "kill", "accelerate"),
     ("lsdp", 1, "backward", "raise", "environment"),
-    ("fsdp", 0, "forward", "raise", "accelerate"),
+    pytest.param("fsdp", 0, "forward", "raise", "accelerate", marks=pytest.mark.slow),
 ]
 
 

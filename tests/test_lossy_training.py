@@ -58,7 +58,7 @@ def train(dtype: str, strategy: str, sizes: tuple, steps: int = 4) -> dict:
         ("ddp", (3, 1, 2), (1, 2)),
         ("lsdp", (3, 1, 2), (1, 2)),
         ("lsdp", ((3, 2), (1, 2)), (1, 1)),
-        ("group_sharding", (3, 1, 2, 2), (2, 2)),
+        pytest.param("group_sharding", (3, 1, 2, 2), (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_replicas_stay_identical_and_near_the_exact_ones(workers, dtype, strategy, sizes, nodes):
@@ -260,7 +260,7 @@ def train_profile_train(dtype: str) -> tuple[int, int, bool]:
     return before, after, all(torch.equal(value, again[name]) for name, value in first.items())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_a_profile_leaves_no_groups_and_disturbs_no_later_training(workers, dtype):
     for before, after, alike in workers(4).run(train_profile_train, dtype, nodes=(2, 2)):
         assert after == before and alike

@@ -54,7 +54,7 @@ def end_early(how: str, in_step: bool, folder: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("in_step", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [

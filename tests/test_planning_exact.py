@@ -22,7 +22,14 @@ from accelerate_lshdp.planning import (
 @pytest.mark.parametrize(
     # cases, ranks, largest size, largest total
     ("cases", "ranks", "largest", "greatest"),
-    [(1000, 2, 9, 24), (900, 3, 6, 14), (400, 4, 4, 11)],
+    [
+        (100, 2, 9, 24),
+        (90, 3, 6, 14),
+        (40, 4, 4, 11),
+        pytest.param(1000, 2, 9, 24, marks=pytest.mark.slow),
+        pytest.param(900, 3, 6, 14, marks=pytest.mark.slow),
+        pytest.param(400, 4, 4, 11, marks=pytest.mark.slow),
+    ],
 )
 def test_fixed_total_equals_brute_force(cases: int, ranks: int, largest: int, greatest: int) -> None:
     rng = random.Random(20260 + ranks)
@@ -46,7 +53,15 @@ def test_fixed_total_equals_brute_force(cases: int, ranks: int, largest: int, gr
 
 
 @pytest.mark.parametrize(
-    ("cases", "ranks", "largest", "most_steps"), [(1000, 2, 9, 5), (900, 3, 5, 3), (400, 4, 4, 2)]
+    ("cases", "ranks", "largest", "most_steps"),
+    [
+        (200, 2, 9, 5),
+        (200, 3, 5, 3),
+        (100, 4, 4, 2),
+        pytest.param(1000, 2, 9, 5, marks=pytest.mark.slow),
+        pytest.param(900, 3, 5, 3, marks=pytest.mark.slow),
+        pytest.param(400, 4, 4, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_max_throughput_equals_brute_force(cases: int, ranks: int, largest: int, most_steps: int) -> None:
     rng = random.Random(20270 + ranks)

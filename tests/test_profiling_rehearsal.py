@@ -207,7 +207,7 @@ def measured_load(strategy: str) -> tuple[float, int, float]:
     return rank.communication_load_seconds, len(profile.bucket_bytes), planned.communication_load_seconds
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("lsdp", (1, 1)), ("ddp", (2,))])
+@pytest.mark.parametrize(("strategy", "nodes"), [("lsdp", (1, 1)), pytest.param("ddp", (2,), marks=pytest.mark.slow)])
 def test_time_that_sending_takes_from_computing_is_found(workers, strategy, nodes):
     for load, buckets, planned in workers(2).run(measured_load, strategy, nodes=nodes, timeout=TIMEOUT_SECONDS):
         assert 0.7 * buckets * BUSY_SECONDS < load < 3 * buckets * BUSY_SECONDS
@@ -266,7 +266,9 @@ def load_of_limited_cpu_time(where: str) -> tuple[float, int]:
     return profile.ranks[dist.get_rank()].communication_load_seconds, len(profile.bucket_bytes)
 
 
-@pytest.mark.parametrize("where", ["computing", "beside", "waiting"])
+@pytest.mark.parametrize(
+    "where", ["computing", *(pytest.param(where, marks=pytest.mark.slow) for where in ("beside", "waiting"))]
+)
 def test_cpu_time_that_sending_takes_is_a_load_and_that_of_waiting_is_not(workers, where: str) -> None:
     for load, buckets in workers(2).run(load_of_limited_cpu_time, where, nodes=(1, 1), timeout=TIMEOUT_SECONDS):
         if where == "waiting":
@@ -306,7 +308,7 @@ def fail_while_sending(after: int) -> None:
     profile_ranks(subject, ProfilingOptions(seconds=3.0, strategy="lsdp", max_batch=4), accelerator)
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("after", [1, *(pytest.param(after, marks=pytest.mark.slow) for after in (0, 4))])
 def test_a_rank_that_fails_while_others_send_stops_all(workers, after):
     errors = workers(2).run(fail_while_sending, after, nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True)
     assert None not in errors and len({error.message for error in errors}) == 1

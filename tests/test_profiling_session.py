@@ -217,7 +217,7 @@ def buckets_of(strategy: str) -> tuple[list[int], list[int]]:
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp"])
 def test_a_profile_of_two_nodes(workers, strategy: str) -> None:
     (document, phases), (other_document, _) = workers(2).run(profile_with_progress, strategy, 3, nodes=(1, 1))
     assert document == other_document
@@ -261,7 +261,7 @@ def test_a_profile_of_one_rank(workers) -> None:
     assert 0 < profile.measured_seconds <= seconds
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp"])
 def test_buckets_are_those_that_the_engine_sends(workers, strategy: str) -> None:
     for measured, sent in workers(2).run(buckets_of, strategy, nodes=(1, 1)):
         assert measured == sent[: len(measured)] and len(measured) > 2
@@ -292,6 +292,7 @@ def test_memory_limits_are_kept(workers) -> None:
         assert rank.profile().largest_micro_batch == rank.max_micro_batch_size
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_ends_the_search_and_not_the_run(workers) -> None:
     document, _ = workers(2).run(run_out_of_memory, 5, nodes=(1, 1))
     assert [rank["limited_by"] for rank in document["ranks"]] == ["request", "memory"]
@@ -441,7 +442,7 @@ def rehearsed_plans(loads: list[list[float]]) -> tuple[list[int], float]:
     return sizes, round(ranks[accelerator.process_index].communication_load_seconds, 6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp"])
 def test_what_adding_to_gradients_takes_is_measured(workers, strategy: str) -> None:
     assert workers(2).run(measured_accumulation, strategy, nodes=(1, 1)) == pytest.approx([0.5] * 2, abs=1e-4)
 

@@ -118,7 +118,7 @@ def regrets_after(steps: int, clusters: Sequence[Cluster], controllers: Sequence
     return sorted(cluster.regret() for cluster in clusters)
 
 
-@pytest.mark.parametrize("kind", ["affine", "plateaus"])
+@pytest.mark.parametrize("kind", ["affine", pytest.param("plateaus", marks=pytest.mark.slow)])
 def test_it_finds_the_optimum_within_30_steps(kind: str) -> None:
     clusters = [random_cluster(seed, kind) for seed in range(60)]
     controllers = [start(cluster) for cluster in clusters]
@@ -143,7 +143,7 @@ def test_without_noise_sizes_settle_near_the_optimum() -> None:
         assert len(controller.decisions) == decisions, f"cluster {seed} does not settle"
 
 
-@pytest.mark.parametrize("kind", ["affine", "plateaus"])
+@pytest.mark.parametrize("kind", ["affine", pytest.param("plateaus", marks=pytest.mark.slow)])
 def test_noise_alone_does_not_move_settled_sizes(kind: str) -> None:
     clusters = [random_cluster(seed, kind) for seed in range(15)]
     controllers = [start(cluster) for cluster in clusters]
@@ -165,7 +165,9 @@ def test_equal_ranks_keep_equal_batches() -> None:
         assert len(controller.decisions) <= 3
 
 
-@pytest.mark.parametrize("factor", [1.5, 2.0, 4.0])
+@pytest.mark.parametrize(
+    "factor", [pytest.param(1.5, marks=pytest.mark.slow), 2.0, pytest.param(4.0, marks=pytest.mark.slow)]
+)
 def test_a_change_of_speed_and_its_end_are_followed_within_30_steps(factor: float) -> None:
     clusters = [random_cluster(seed) for seed in range(20)]
     controllers = [start(cluster, rebalance_every=30) for cluster in clusters]
@@ -206,7 +208,7 @@ def test_a_change_that_comes_with_a_switch_is_followed_too(steps_after_decision:
     assert regrets_after(40, [cluster], [controller])[0] <= 0.08
 
 
-@pytest.mark.parametrize("rate", [0.003, 0.01])
+@pytest.mark.parametrize("rate", [pytest.param(0.003, marks=pytest.mark.slow), 0.01])
 def test_a_rank_that_slows_down_little_by_little_is_followed(rate: float) -> None:
     clusters = [random_cluster(seed) for seed in range(12)]
     controllers = [start(cluster) for cluster in clusters]

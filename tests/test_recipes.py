@@ -113,6 +113,7 @@ def test_vit_alone_writes_results_model_and_logs(tmp_path: Path) -> None:
     assert found["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_gpt2_alone_writes_results_model_and_tokenizer(tmp_path: Path) -> None:
     found = run_alone(GPT2, tmp_path, max_train_steps=5, block_size=64, num_warmup_steps=2)
     assert len(found["losses"]) == 5
@@ -148,6 +149,7 @@ def test_resumed_run_is_the_uninterrupted_one(
     same_model(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 def test_resuming_at_the_end_of_an_epoch_and_of_the_training(tmp_path: Path) -> None:
     values = {"per_device_train_batch_size": 300, "num_train_epochs": 2, "checkpointing_steps": "epoch"}
     whole = run_alone(VIT, tmp_path / "whole", **values)
@@ -159,7 +161,9 @@ def test_resuming_at_the_end_of_an_epoch_and_of_the_training(tmp_path: Path) -> 
     assert nothing["accuracy"] == whole["accuracy"]
 
 
-@pytest.mark.parametrize("sizes", [[11, 5], [(5, 2), (3, 2)]], ids=["unequal", "accumulated"])
+@pytest.mark.parametrize(
+    "sizes", [[11, 5], pytest.param([(5, 2), (3, 2)], marks=pytest.mark.slow)], ids=["unequal", "accumulated"]
+)
 def test_vit_on_two_ranks_follows_one_process(sizes: list[Any], tmp_path: Path) -> None:
     """Invariant 2: the logged loss is that of the global batch, so curves of two plans lie on each other."""
     values = {"max_train_steps": 6, "num_warmup_steps": 0}
@@ -170,6 +174,7 @@ def test_vit_on_two_ranks_follows_one_process(sizes: list[Any], tmp_path: Path) 
     assert sum(two["batch_sizes"]) == 16 and len(two["compute_seconds"]) == 2
 
 
+@pytest.mark.slow
 def test_automatic_batch_sizes_and_a_scaled_learning_rate_follow_one_process(tmp_path: Path) -> None:
     """Without a plan the script would train on 2 x 4 samples; with 16 the learning rate is doubled."""
     values = {"max_train_steps": 6, "num_warmup_steps": 0}

@@ -137,7 +137,9 @@ SAME_PLAN = [
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "nodes", "options"), SAME_PLAN)
-@pytest.mark.parametrize("save_at", [3, 9])  # in the first epoch and in the second (7 global batches each)
+@pytest.mark.parametrize(
+    "save_at", [3, pytest.param(9, marks=pytest.mark.slow)]
+)  # in the first epoch and in the second (7 global batches each)
 def test_resumed_run_is_bit_identical(workers, tmp_path, strategy, sizes, nodes, options, save_at):
     save_at = save_at // options.get("own_accumulation", 1)
     run = Run(strategy, sizes, nodes, folders(tmp_path, nodes), stop=save_at + 4, save_at=save_at, **options)

@@ -133,6 +133,7 @@ def test_accelerate_launch(folder: Path) -> None:
     assert "Traceback" not in result.stderr.partition("torch/distributed/elastic")[0]
 
 
+@pytest.mark.slow
 def test_own_launch(folder: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "accelerate_lshdp.commands.main", "launch", "--plan", str(folder / "plan.json"),

@@ -50,7 +50,9 @@ def best_model(folder: str, strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp", pytest.param("fsdp", marks=pytest.mark.slow)]
+)
 def test_best_model_is_loaded_on_nodes_of_their_own(workers: WorkerPools, tmp_path: Path, strategy: str) -> None:
     for found in workers(2).run(best_model, str(tmp_path), strategy, nodes=(1, 1)):
         assert found["best"] == "checkpoint-3"

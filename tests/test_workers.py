@@ -182,12 +182,14 @@ def test_unmatched_collective_does_not_reach_the_next_case(workers):
     assert workers(2).run(all_reduce_rank, 1.0) == [(0, 1.0), (1, 1.0)]
 
 
+@pytest.mark.slow
 def test_killed_worker_is_reported_and_replaced(workers):
     with pytest.raises(AssertionError, match="rank 0: died: killed by SIGKILL"):  # rank 0 holds the store
         workers(2).run(die_on, 0, failure_grace=2.0, expect_failure=True)
     assert workers(2).run(all_reduce_rank, 1.0) == [(0, 1.0), (1, 1.0)]
 
 
+@pytest.mark.slow
 def test_worker_killed_between_cases_is_replaced(workers):
     workers(2).run(all_reduce_rank, 1.0)
     os.kill(workers(2).pids[1], signal.SIGKILL)
@@ -208,6 +210,7 @@ def test_local_functions_are_refused(workers):
         workers(2).run(lambda: None)
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent(tmp_path):
     script = tmp_path / "orphans.py"
     script.write_text(
