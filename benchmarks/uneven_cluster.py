@@ -34,7 +34,7 @@ from uneven_cluster_report import print_report
 
 from accelerate_lshdp.benchmarking.cases import equal_sizes
 from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
-from accelerate_lshdp.benchmarking.speed_check import speed_of
+from accelerate_lshdp.benchmarking.speed_check import CheckedRank, speed_of
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling import Profile
@@ -136,11 +136,11 @@ class Benchmark:
             "wait_seconds": statistics["wait_seconds"],
             "steps": len(steps),
             "all_step_seconds": steps,
-            "check_seconds": [[seconds for seconds, _ in check] for check in checks],
+            "check_seconds": [[rank.seconds for rank in check] for check in checks],
             "profiled_check_seconds": expected,
         }
 
-    def _check_speed(self) -> list[tuple[float, float | None]]:
+    def _check_speed(self) -> list[CheckedRank]:
         return self.ranks.call("check_speed", timeout=BUILD_SECONDS)
 
     def auto_phase(self, profile: Profile) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.benchmarking.rank_processes import serve
-from accelerate_lshdp.benchmarking.speed_check import SpeedCheck
+from accelerate_lshdp.benchmarking.speed_check import CheckedRank, SpeedCheck
 from accelerate_lshdp.commands.quickstart_data import DigitImages, load_digit_images
 from accelerate_lshdp.profiling import Slowdown
 
@@ -159,7 +159,7 @@ class Rank:
             self._model("check", seed), None, self.images, sizes[self.accelerator.process_index]
         )
 
-    def check_speed(self) -> tuple[float, float | None]:
+    def check_speed(self) -> CheckedRank:
         """A step without communication; see `SpeedCheck.run`."""
         self.accelerator.wait_for_everyone()
         return self.speed_check.run()
