@@ -186,6 +186,7 @@ def test_automatic_batch_sizes_and_a_scaled_learning_rate_follow_one_process(tmp
     assert sum(two["batch_sizes"]) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # two launches
 def test_gpt2_on_two_ranks_follows_one_process_and_resumes(tmp_path: Path, short_text: dict[str, Any]) -> None:
     values = {**short_text, "max_train_steps": 6, "checkpointing_steps": 4}
