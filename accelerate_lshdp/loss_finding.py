@@ -12,6 +12,7 @@ batches of a script's own accumulation count the same.
 from __future__ import annotations
 
 import math
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ logger = get_logger(__name__)
 
 #: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
 _MOST_LOSSES = 3
+#: What ranks have told each other and nobody has waited for.
+_MOST_UNHEARD = 64
 
 
 class _Answer(NamedTuple):
@@ -82,6 +85,7 @@ class LossFinder:
         self._place: MicroBatchPlace | None = None
         self._order = 0  # of the loss among those of its batch
         self._names: dict[str, str] = {}  # by what is seen of a loss
+        self._looks = ""  # what is seen of the last one
         self._open: dict[str, OpenLoss] = {}
         self._answers: dict[str, _Answer] = {}
         self._answers_by_order: dict[int, _Answer] = {}
@@ -166,7 +170,7 @@ class LossFinder:
         several = labels is not None and labels.ndim > 1
         model = "no model" if forward is None else forward.name
         of = "several labels a sample" if several else "a label a sample, or none"
-        seen = f"number {self._order} of its batch, {operation_of(loss)}, {model}, {of}"
+        seen = self._looks = f"number {self._order} of its batch, {operation_of(loss)}, {model}, {of}"
         for name, found in self._findings.items():
             if found["seen"] == seen:
                 self._open.pop(self._names.pop(seen, ""), None)
@@ -197,6 +201,11 @@ class LossFinder:
             # Where all losses of the first one were NaN, a later one may tell, if all ranks have as many.
             unclear = not known.told and known.place is not place and name not in self._findings
             if not again and not (unclear and self._exchange.counts is None):
+                if self._exchange.counts is None:
+                    # Another rank may ask: its batch may have another loss, as where none of its samples counts.
+                    given = self._given
+                    self._hear_later(self._tell(self._see(place, self._order, forward, loss, known=known.kind)))
+                    self._given = given
                 return known
         if self._exchange.counts is not None and not self._starts(place):
             first = self._answers_by_order.get(self._order)
@@ -230,7 +239,7 @@ class LossFinder:
         else:
             telling = self._tell(self._see(place, self._order, forward, loss, asks=asks, known=known, values=values))
         if not asks:
-            self._unheard.append(telling)
+            self._hear_later(telling)
             return _Answer(place, self._together(place), known, None, True)
         self.require_same_looks()  # in the order in which others told
         everyone = _read(telling)
@@ -239,11 +248,16 @@ class LossFinder:
         if all(seen.counted for seen in everyone):
             columns = zip(*((s.samples, s.labels, s.shifted, s.ignored) for s in everyone), strict=True)
             totals = LabelCounts(*(int(sum(column)) for column in columns))
-        elsewhere = next((kind_of(seen.known) for seen in everyone if seen.known >= 0), None)
+        own = everyone[self._exchange.rank]
+        alike = [seen for seen in everyone if seen.looks == own.looks]
+        elsewhere = next((kind_of(seen.known) for seen in (*alike, *everyone) if seen.known >= 0), None)
         told = any(seen.tells for seen in everyone)
         kind = known or elsewhere
         if opened is not None and (kind is None or values):
             kind = self._find(name, opened, everyone, place) if elsewhere is None else elsewhere
+            if any(seen.known >= 0 for seen in alike):  # another rank has found it while this one had another
+                opened.guess = kind
+                self._settle(name, opened, everyone)
         require_known_labels_of_step(kind, totals, everyone)
         if kind is Composition.UNKNOWN and (told or found is not None) and not is_own(everyone):
             refuse_uneven_labels(everyone)
@@ -323,6 +337,7 @@ class LossFinder:
         together_number, first = self._together(place), 1 + _MOST_LOSSES
         return SeenLoss(
             position=float(((together_number[0] * 1_000_003 + together_number[1]) * first + order) % 2**48),
+            looks=float(zlib.crc32(self._looks.encode())) if loss is not None else math.nan,
             asks=asks,
             known=number_of(known),
             loss=number,
@@ -347,6 +362,12 @@ class LossFinder:
 
     def _tell(self, seen: SeenLoss) -> Telling:
         return self._exchange.tell(seen.as_row())
+
+    def _hear_later(self, telling: Telling) -> None:
+        """Keeps what others tell until the step ends; the oldest is heard now where no step ever does (no_sync)."""
+        self._unheard.append(telling)
+        if len(self._unheard) > _MOST_UNHEARD:
+            _require_same_looks(_read(self._unheard.pop(0)))
 
 
 def _read(telling: Telling) -> list[SeenLoss]:

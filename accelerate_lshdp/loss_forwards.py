@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ _MOST_FORWARDS = 3
 _MOST_NODES = 2000
 #: Operations with one number that make a multiple of it, or leave it as it is.
 _MULTIPLYING = ("MulBackward0", "DivBackward0", "ToCopyBackward0", "CloneBackward0", "NegBackward0")
+#: In the metadata of an operation: the numbers of the forwards that ended with it.
+_ENDS = "accelerate_lshdp: ends forwards"
+_numbers = itertools.count()
 _SHAPING = ("MeanBackward0", "SumBackward0", "SqueezeBackward0", "ViewBackward0", "ReshapeAliasBackward0")
 
 
@@ -52,8 +56,8 @@ class Forward:
         self.logits = None if logits is None else logits.detach()
         self.loss = None if loss is None else loss.detach()
         """Its own loss."""
-        self._origin = None if loss is None else loss.grad_fn
-        self._origin_of_logits = None if logits is None else logits.grad_fn
+        # Marks, as an operation itself would keep the activations of a forward alive that no backward follows.
+        self._end, self._end_of_logits = _mark_end(loss), _mark_end(logits)
         self._auxiliary = (
             getattr(getattr(model, "config", None), "router_aux_loss_coef", None),
             _entry(output, "aux_loss"),
@@ -73,18 +77,18 @@ class Forward:
 
     def multiple(self, loss: torch.Tensor) -> float:
         """By what the model's own loss was multiplied to make this one; NaN if it was made in another way."""
-        if self._origin is None or loss.numel() != 1 or self._origin not in _chain(loss.grad_fn):
+        if self._end is None or loss.numel() != 1 or self._end not in _ended_by(_chain(loss.grad_fn)):
             return math.nan
         own = self.loss.item()
         return loss.item() / own if own else math.nan
 
-    def is_of(self, nodes: set[Node]) -> bool:
-        """Whether it has computed any of these."""
-        return self._origin in nodes or self._origin_of_logits in nodes
+    def is_among(self, ended: set[int]) -> bool:
+        """Whether it is one of those with these numbers."""
+        return self._end in ended or self._end_of_logits in ended
 
     def release(self) -> None:
         """Forgets all that takes memory."""
-        self.logits = self.loss = self._origin = self._origin_of_logits = None
+        self.logits = self.loss = self._end = self._end_of_logits = None
         self._items, self._auxiliary = None, (None, None)
 
 
@@ -136,8 +140,8 @@ class ForwardWatch:
         """
         known = [one for one in self._forwards if one.used is None or (loss is not None and one.used is place)]
         if len(known) > 1 and loss is not None:
-            nodes = _before(loss.grad_fn)
-            known = [one for one in known if one.is_of(nodes)] or known
+            ended = _ended_by(_before(loss.grad_fn))
+            known = [one for one in known if one.is_among(ended)] or known
         return known[-1] if known else None
 
     def used(self, forward: Forward, place: MicroBatchPlace, keep: bool) -> None:
@@ -180,6 +184,21 @@ def factor_of(loss: torch.Tensor) -> float:
         if math.isfinite(value) and value:
             factor = factor / value if node.name() == "DivBackward0" else factor * value
     return factor
+
+
+def _mark_end(output: torch.Tensor | None) -> int | None:
+    """Marks the operation that an output of a forward comes from; returns the number by which it is found again."""
+    if output is None or output.grad_fn is None:
+        return None
+    number = next(_numbers)
+    # A model that returns what another one has computed ends with the same operation.
+    output.grad_fn.metadata.setdefault(_ENDS, set()).add(number)
+    return number
+
+
+def _ended_by(nodes: Iterable[Node]) -> set[int]:
+    """The numbers of the forwards that ended with these operations."""
+    return set().union(*(node.metadata.get(_ENDS, ()) for node in nodes))
 
 
 def _chain(node: Node | None) -> list[Node]:

@@ -39,6 +39,8 @@ class SeenLoss(NamedTuple):
 
     position: float
     """Of its batch and of the loss among those of the batch; ranks in step are at the same."""
+    looks: float
+    """A hash of what tells the loss from others; ranks have different ones where one has another loss in its batch."""
     asks: float
     """Whether it cannot go on without what the others see."""
     known: float

@@ -118,3 +118,72 @@ def test_one_row_a_micro_batch_is_told_of_where_it_makes_a_difference(workers):
     (_, told, found), _ = workers(2).run(train, ["mean_of_rows"], [1, 1], 36, nodes=(1, 1))
     assert any("it cannot be told yet what the loss is" in text for text in told)
     assert found == {}
+
+
+def nothing_where_no_label_counts(model: nn.Module, batch: dict) -> Tensor:
+    logits, kept = model(batch["input_ids"])["logits"], batch["labels"] != -100
+    return cross_entropy(logits[kept], batch["labels"][kept]) if kept.any() else logits.sum() * 0
+
+
+class Sparse(Samples):
+    """Some rows have no labels, so that micro-batches of one row have none, on one rank or the other."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = dict(super().__getitem__(index))
+        if index % 7 in (2, 3):
+            row["labels"] = torch.full_like(row["labels"], -100)
+        return row
+
+
+def sparse_rows(size: int) -> Sparse:
+    tagged = tagged_rows(4 * size)
+    rows = [row for row in (tagged[index] for index in range(4 * size)) if (row["labels"] != -100).any()]
+    return Sparse(size, lambda index, _: rows[index])
+
+
+def train_with_empty_micro_batches(sizes: list) -> tuple[dict, dict]:
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes(sizes, strategy="ddp"))
+    model = make_tagger("labels")
+    loader = DataLoader(sparse_rows(36), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nothing_where_no_label_counts(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: full(parameter) for name, parameter in model.named_parameters()}, accelerator.loss_findings["loop"]
+
+
+@pytest.mark.parametrize("sizes", [[(1, 2), (1, 2)], [(2, 2), (1, 2)]], ids=str)
+def test_a_rank_may_have_no_loss_in_a_micro_batch(workers, sizes):
+    """The operation that makes its loss is another one there than on the other rank, which must not be waited for."""
+    total = sum(size * steps for size, steps in sizes)
+    model = make_tagger("labels")
+    optimizer = make_optimizer(model, 1e-2, 0.0)
+    data = sparse_rows(36)
+    for start in range(0, 36, total):
+        batch = collate([data[index] for index in range(start, min(start + total, 36))])
+        nothing_where_no_label_counts(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for parameters, found in workers(2).run(train_with_empty_micro_batches, sizes, nodes=(1, 1), timeout=40):
+        assert relative_error(parameters, expected) <= 1e-12
+        assert "LABELS" in {each["composition"] for each in found.values()}
+
+
+def losses_that_no_step_follows() -> int:
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([2, 1], strategy="ddp"))
+    model = make_tagger("labels")
+    loader = DataLoader(tagged_rows(360), batch_size=1, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+    model.train()
+    with accelerator.no_sync(model):
+        for batch in loader:
+            accelerator.backward(sums_of_rows(model, batch))
+    return len(accelerator._losses._unheard)
+
+
+def test_what_is_told_of_losses_is_not_kept_where_no_step_follows(workers):
+    assert max(workers(2).run(losses_that_no_step_follows, nodes=(1, 1))) <= 64
