@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from test_unusual_scripts import CASE, plain, start, values
+from torch import nn
 from training_cases import collate, relative_error
 
 
@@ -24,7 +25,7 @@ def train(accelerator, model, optimizer, loader) -> None:
         optimizer.zero_grad()
 
 
-def load_after_training(strategy: str, parts: bool) -> tuple[dict, dict]:
+def load_after_training(strategy: str, what: str) -> tuple[dict, dict]:
     """Goes back to the weights of the beginning, and trains again; without momentum, so that nothing else remains."""
     accelerator, model, _, loader = start(strategy)
     accelerator._optimizers.clear()
@@ -33,7 +34,10 @@ def load_after_training(strategy: str, parts: bool) -> tuple[dict, dict]:
     first = values(model)
     model(collate([CASE.dataset(9, torch.float64)[0]])["pixel_values"])  # what it has gathered is of the past, too
     state = CASE.model().double().state_dict()
-    for name, part in model.named_children() if parts else [("", model)]:
+    if what == "in another module":
+        outer = nn.ModuleDict({"inner": model})
+        outer.load_state_dict({f"inner.{key}": value for key, value in state.items()})
+    for name, part in {"whole": [("", model)], "parts": model.named_children()}.get(what, []):
         own = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(name)}
         part.load_state_dict(own)
     train(accelerator, model, optimizer, loader)
@@ -41,9 +45,9 @@ def load_after_training(strategy: str, parts: bool) -> tuple[dict, dict]:
 
 
 @everywhere
-@pytest.mark.parametrize("parts", [False, True])
-def test_whole_tensors_are_loaded_on_all_ranks(workers, strategy, nodes, parts):
-    for first, second in workers(2).run(load_after_training, strategy, parts, nodes=nodes):
+@pytest.mark.parametrize("what", ["whole", "parts", "in another module"])
+def test_whole_tensors_are_loaded_on_all_ranks(workers, strategy, nodes, what):
+    for first, second in workers(2).run(load_after_training, strategy, what, nodes=nodes):
         assert relative_error(second, first) <= 1e-12
 
 
@@ -76,14 +80,19 @@ def test_hooks_of_a_script_load_whole_tensors(workers, tmp_path, strategy, nodes
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-def load_what_one_rank_has(strategy: str) -> None:
+def load_what_one_rank_has(strategy: str, in_another: bool) -> None:
     accelerator, model, *_ = start(strategy)
-    model.load_state_dict(accelerator.get_state_dict(model), strict=False)
+    state = accelerator.get_state_dict(model)
+    if in_another:
+        state = {f"inner.{name}": value for name, value in state.items()}
+        model = nn.ModuleDict({"inner": model})
+    model.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("in_another", [False, True])
 @pytest.mark.parametrize("strategy", ["collectives", "fsdp"])
-def test_a_state_that_one_rank_has_is_refused_on_all_ranks(workers, strategy):
-    errors = workers(2).run(load_what_one_rank_has, strategy, nodes=(2,), expect_failure=True)
+def test_a_state_that_one_rank_has_is_refused_on_all_ranks(workers, strategy, in_another):
+    errors = workers(2).run(load_what_one_rank_has, strategy, in_another, nodes=(2,), expect_failure=True)
     assert len({error.message for error in errors}) == 1 and "with other tensors on some ranks" in errors[0].message
 
 

@@ -24,18 +24,23 @@ class _Loading:
 
     def __init__(self, prepared: PreparedModel) -> None:
         self._prepared = weakref.ref(prepared)
+        self._loaded: weakref.ref[nn.Module] | None = None  # the module that is loaded now, with all its parts
 
     def before(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         prepared = self._prepared()
         if prepared is None:
             return
-        if not prefix:  # the module that the script has called; its parts come later
+        # The module that the script has called, or the whole model inside of another module that it has called.
+        if not prefix or module is prepared.module:
+            self._loaded = weakref.ref(module)
             prepared.loading_begins(state)
         cut_whole_tensors(module, state, prefix)
 
     def after(self, module: nn.Module, _: Any) -> None:
         prepared = self._prepared()
-        if prepared is not None:
+        # Once for all parts, which come before the module that holds them.
+        if prepared is not None and self._loaded is not None and self._loaded() is module:
+            self._loaded = None
             prepared.parameters_loaded()
 
 
