@@ -22,6 +22,10 @@ INSIDE_WINDOW = (
     "out the first ones. Leave out a multiple of gradient_accumulation_steps batches, or use "
     "accelerator.skip_first_batches(loader, n)"
 )
+LEFT_OUT = (
+    "found a training step of which a batch was left out, in the middle of those that are accumulated for it. Leave "
+    "out whole steps, gradient_accumulation_steps batches each, or give backward 0 times the loss of such a batch"
+)
 LEFT_OPEN = (
     "found gradients of a training step whose last batches were left out, in a backward that begins another step: by "
     "break or continue, by next(iter(loader)) for every batch (each is the first of a step), by training one batch "
@@ -56,6 +60,9 @@ class AccumulationWindows:
     def __init__(self) -> None:
         self._steps: dict[PreparedModel, _LastStep] = {}
         self._beside: set[tuple[int, int]] = set()  # begun without a backward of their own
+        # Of each window that was begun: global batch and micro-batch of what was trained or passed over, and whether
+        # the global batch ends with it.
+        self._reached: dict[tuple[int, int], set[tuple[int, int, bool]]] = {}
         self._block = 0
 
     def begin_block(self) -> None:
@@ -64,15 +71,42 @@ class AccumulationWindows:
 
     def passed_over(self, batches: Iterable[TrackedBatch]) -> None:
         """``accumulate`` has ended without a backward, as for a loss that is NaN: these count as if theirs were 0."""
+        batches = list(batches)
         self._beside = {batch.window for batch in batches}
+        self._reach(batches)
+
+    def _begun(self) -> set[tuple[int, int]]:
+        return self._beside.union(*(step.windows for step in self._steps.values()))
+
+    def _reach(self, batches: Iterable[TrackedBatch]) -> None:
+        for batch in batches:
+            place = batch.place
+            reached = self._reached.setdefault(batch.window, set())
+            reached.add((place.global_batch, place.micro_batch, place.ends_global_batch))
+        begun = self._begun()
+        self._reached = {window: reached for window, reached in self._reached.items() if window in begun}
 
     def begins_inside(self, batches: Iterable[TrackedBatch]) -> bool:
         """Whether the start of a window was left out, of which these batches are trained now."""
-        begun = self._beside.union(*(step.windows for step in self._steps.values()))
+        begun = self._begun()
         return any(
             not batch.place.window_start and not batch.goes_on_from_earlier_pass and batch.window not in begun
             for batch in batches
         )
+
+    def leaves_out(self, batches: Iterable[TrackedBatch]) -> bool:
+        """Whether the batch before one of these was left out, in a window that was begun."""
+        return any(
+            not batch.place.window_start and not batch.goes_on_from_earlier_pass and not self._follows(batch)
+            for batch in batches
+        )
+
+    def _follows(self, batch: TrackedBatch) -> bool:
+        place = batch.place
+        reached = self._reached.get(batch.window, set())
+        if place.micro_batch:
+            return any((number, micro) == (place.global_batch, place.micro_batch - 1) for number, micro, _ in reached)
+        return any(number == place.global_batch - 1 and ends for number, _, ends in reached)
 
     def is_left_open(self, model: PreparedModel, batches: Sequence[TrackedBatch]) -> bool:
         """Whether the end of the window was left out that the model was trained on before these batches."""
@@ -86,7 +120,7 @@ class AccumulationWindows:
         return any(len(last.blocks.get(batch.key, set()) | {self._block}) > _MOST_BLOCKS for batch in batches)
 
     def trained(
-        self, models: Iterable[PreparedModel], batches: Sequence[TrackedBatch], beside: Iterable[TrackedBatch]
+        self, models: Iterable[PreparedModel], batches: Sequence[TrackedBatch], beside: Sequence[TrackedBatch]
     ) -> None:
         """A backward has added gradients to those of the models.
 
@@ -106,6 +140,7 @@ class AccumulationWindows:
             step.ended = step.ended or any(batch.place.window_end for batch in batches)
             for batch in batches:
                 step.blocks.setdefault(batch.key, set()).add(self._block)
+        self._reach([*batches, *beside])
 
     @staticmethod
     def _goes_on(step: _LastStep, batches: Sequence[TrackedBatch]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from accelerate_lshdp.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN
+from accelerate_lshdp.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
 from accelerate_lshdp.data_places import MicroBatchPlace
 from accelerate_lshdp.engine.agreement import all_fail_here
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
@@ -256,6 +256,8 @@ class Stepping(_Base):
             self._tracker.problem = self._tracker.problem or LEFT_OPEN
         elif self._windows.begins_inside(batches):
             self._tracker.problem = self._tracker.problem or INSIDE_WINDOW
+        elif self._windows.leaves_out(batches):
+            self._tracker.problem = self._tracker.problem or LEFT_OUT
         for prepared in left:
             prepared.synchronise_next = True
         return bool(left)

@@ -18,6 +18,31 @@ PLACES = [("ddp", (1,)), ("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)
 everywhere = pytest.mark.parametrize(("strategy", "nodes"), PLACES)
 
 
+# Windows of which a batch is left out
+
+
+def leave_out_the_middle(strategy: str, on_one_rank: bool) -> None:
+    script = Script(strategy, accumulation=3, equal=True)
+    made = []
+    script.optimizer.optimizer.register_step_post_hook(lambda *_: made.append(1))
+    try:
+        for number, batch in enumerate(script.loader):
+            if number != 4 or (on_one_rank and script.accelerator.is_main_process):
+                script.train_on(batch)
+    except RuntimeError as error:
+        raise RuntimeError(f"after {len(made)} steps: {error}") from error
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@pytest.mark.parametrize("on_one_rank", [False, True])
+def test_a_batch_left_out_in_the_middle_of_a_window_is_an_error_on_all_ranks(workers, strategy, nodes, on_one_rank):
+    errors = workers(2).run(leave_out_the_middle, strategy, on_one_rank, nodes=nodes, expect_failure=True)
+    told = [None if error is None else error.message for error in errors]
+    expected = ("in the middle of those", "not in step") if on_one_rank else ("in the middle of those",)
+    assert all(message is not None and any(text in message for text in expected) for message in told), told
+    assert all(message.startswith("after 1 steps") for message in told)
+
+
 # Windows that are left open
 
 

@@ -64,8 +64,9 @@ class _SingleValues:
         if shape[0] * math.prod(shape[2:]) == 1 and norm.running_mean is not None and self._others_are_larger():
             self._switched, norm.training = True, False
             self._say(
-                "a micro-batch of a short global batch has one value per channel for batch normalisation: it is "
-                "normalised with the running statistics, as in an evaluation. drop_last=True in the loader avoids it"
+                "a micro-batch has one value per channel for batch normalisation, which has no variance: it is "
+                "normalised with the running statistics, as in an evaluation. drop_last=True in the loader avoids it "
+                "in the last, short global batch; where it is a rank's share of every one, give the rank 2 samples"
             )
 
     def after(self, norm: nn.modules.batchnorm._BatchNorm, inputs: tuple, output: object) -> None:
