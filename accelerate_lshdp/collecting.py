@@ -44,7 +44,7 @@ class Collecting(_Base):
             return self.gather(input_data)
         self._meet("gather_for_metrics")
         if place.samples == 0:
-            input_data = input_data[:0]
+            input_data = []  # objects of all ranks are put one after the other, of whatever type this one's are
         return gather_object(input_data)
 
     @failures_explained()

@@ -208,8 +208,8 @@ def load_checkpoint(
     with failing_together(f"restoring checkpoint {path}"):
         saved.apply()
         random_state = saved.random_state(layout.rank) if same_plan else None
-        fits = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
-    rng_restored = all(all_objects(fits))  # on all ranks or on none
+        usable = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
+    rng_restored = all(all_objects(usable))  # on all ranks or on none
     with failing_together(f"restoring the random numbers of checkpoint {path}"):
         if rng_restored:
             checkpoint_rng.restore(random_state, layout.device)
