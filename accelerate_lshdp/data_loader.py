@@ -435,8 +435,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
             return progress.next_epoch, StartPoint()
         start = self._start_point(cut)
         goes_on = skip is None or isinstance(skip, StartPoint) or progress.counts_to_position(skip)
-        if progress.position.exhausted and not goes_on:
-            return progress.next_epoch, start
+        if not goes_on and progress.is_over(start.global_batches):
+            return progress.epoch + 1, start
         if progress.position.generator_state is not None:
             self._source.set_generator_state(progress.position.generator_state)
         return progress.epoch, start

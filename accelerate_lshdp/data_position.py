@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _NUMBERS = ("epoch", "samples", "global_batches", "evaluation_passes", "next_worker")
+_FLAGS = ("exhausted", "complete")  # older states do not have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,15 @@ class LoaderProgress:
         left = self.position.advanced or self.position.exhausted
         return self.epoch + 1 if left and not self.pinned else self.epoch
 
+    def is_over(self, global_batches: int) -> bool:
+        """Whether a script that skips so many global batches, not up to the position, means the next epoch.
+
+        A checkpoint of the body of an epoch's last batch is saved before the loader is asked for more, so its pass is
+        complete, but not exhausted. Scripts that count steps are at batch 0 of the next epoch there.
+        """
+        now = self.position
+        return not self.pinned and (now.exhausted or (now.complete and global_batches != now.global_batches))
+
     @property
     def start_point(self) -> StartPoint:
         now = self.position
@@ -175,6 +185,7 @@ class LoaderProgress:
             "worker_samples": list(now.reading.worker_samples) if now.reading else None,
             "next_worker": now.reading.next_worker if now.reading else 0,
             "exhausted": now.exhausted,
+            "complete": now.complete,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,7 +193,8 @@ class LoaderProgress:
         self.start_epoch(state["epoch"])
         now, workers = self.position, state["worker_samples"]
         now.samples, now.global_batches = state["samples"], state["global_batches"]
-        now.order, now.exhausted = state["order"], state.get("exhausted", False)
+        now.order = state["order"]
+        now.exhausted, now.complete = (state.get(name, False) for name in _FLAGS)
         now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
@@ -193,7 +205,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     """Raises ValueError if it is nothing that the ``state_dict`` of a loader gives, whatever loader it is for."""
     if type(state.get("seed")) is not int or "sampler_generator" not in state:
         raise ValueError("found a loader state without seed or sampler_generator, expected what state_dict() gives.")
-    missing = sorted(set(LoaderProgress().state_dict()) - set(state) - {"exhausted"})  # older ones do not know it
+    missing = sorted(set(LoaderProgress().state_dict()) - set(state) - set(_FLAGS))
     if missing:
         raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
     numbers = {name: state[name] for name in _NUMBERS}
@@ -205,9 +217,10 @@ def check_state(state: Mapping[str, Any]) -> None:
     for name, value in numbers.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"found {name}={value!r:.60} in a loader state, expected an integer >= 0.")
-    exhausted, order, generator = state.get("exhausted", False), state["order"], state["sampler_generator"]
-    if type(exhausted) is not bool:
-        raise ValueError(f"found exhausted={exhausted!r:.60} in a loader state, expected true or false.")
+    for name in _FLAGS:
+        if type(state.get(name, False)) is not bool:
+            raise ValueError(f"found {name}={state[name]!r:.60} in a loader state, expected true or false.")
+    order, generator = state["order"], state["sampler_generator"]
     if not (order is None or isinstance(order, str)):
         raise ValueError(f"found order={order!r:.60} in a loader state, expected the hash of an order.")
     if generator is not None and not _is_hexadecimal(generator):

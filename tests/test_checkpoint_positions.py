@@ -33,6 +33,7 @@ WRONG: dict[str, tuple[str, Any]] = {
     "micro-batches that are words": ("loaders/0/micro_batches", ["1"]),
     "no list of workers": ("loaders/0/worker_samples", 7),
     "a word for a pass that is read": ("loaders/0/exhausted", "x"),
+    "a number for an epoch that is trained": ("loaders/0/complete", 1),
     "no order": ("loaders/0/order", KeyError),
     "an order that is a number": ("loaders/0/order", 3),
     "no seed": ("loaders/0/seed", None),

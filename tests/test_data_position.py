@@ -134,6 +134,26 @@ def test_without_resume_the_restored_epoch_starts_again():
     assert pairs[0][1].epoch == 1 and len(real(pairs)) == 41
 
 
+def test_skipping_by_number_after_the_last_batch_means_the_next_epoch_and_a_plain_pass_starts_over():
+    _, state = stop_after(prepare(shuffled(), [5]), 9)
+    older = {name: value for name, value in state.items() if name not in ("exhausted", "complete")}
+    for saved, number, epoch, samples in [
+        (state, 0, 1, 41),
+        (state, 2, 1, 31),
+        (state, 9, 0, 0),
+        (state, None, 0, 41),
+        (older, 0, 0, 41),
+    ]:
+        (new,) = prepare(shuffled(), [5])
+        new.load_state_dict(saved)
+        pairs = read(new if number is None else skip_first_batches(new, number))
+        assert len(real(pairs)) == samples and {place.epoch for _, place in pairs} <= {epoch}
+        assert new.position == LoaderPosition(epoch + 1, 0)
+    new.load_state_dict(state)
+    new.set_epoch(0)
+    assert read(skip_first_batches(new, 0))[0][1].epoch == 0, "the script has asked for it"
+
+
 def test_set_epoch_keeps_a_restored_position_in_that_epoch_and_gives_up_another(caplog: pytest.LogCaptureFixture):
     (loader,) = prepare(shuffled(), [5])
     _, state = stop_after([loader], 2)
