@@ -56,6 +56,8 @@ class PassProgress:
     order: str | None = None
     generator_state: str | None = None
     """Of the user's generator, at the start of the pass; None: no pass is open, the generator itself tells."""
+    next_generator_state: str | None = None
+    """Of it, behind the order of a restored pass that had been read as far as its last batch."""
     advanced: bool = False
     """Something was trained since the pass started."""
     exhausted: bool = False
@@ -122,6 +124,24 @@ class LoaderProgress:
     def start_point(self) -> StartPoint:
         now = self.position
         return StartPoint(now.samples, now.global_batches, now.reading, now.order)
+
+    def next_generator_state(self, now: str | None) -> str | None:
+        """What the user's generator draws the order of the epoch behind the position from; None: not known.
+
+        Only where a pass has come to its last batch: before, some samplers have drawn as much as workers read ahead,
+        which is not the same on all ranks.
+
+        Args:
+            now: the state that the generator has.
+        """
+        position, following = self.position, self.running
+        if position.generator_state is None:
+            return position.next_generator_state
+        if not (position.exhausted or position.complete):
+            return None
+        if following is not position and following.epoch > position.epoch:
+            return following.generator_state  # this one has drawn its order, but nothing of it was trained
+        return now
 
     def counts_to_position(self, batches: int) -> bool:
         """Whether that many batches of some rank, in the run that saved, led to the restored position."""
@@ -195,6 +215,7 @@ class LoaderProgress:
         now.samples, now.global_batches = state["samples"], state["global_batches"]
         now.order = state["order"]
         now.exhausted, now.complete = (state.get(name, False) for name in _FLAGS)
+        now.next_generator_state = state.get("next_sampler_generator")
         now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
@@ -220,11 +241,13 @@ def check_state(state: Mapping[str, Any]) -> None:
     for name in _FLAGS:
         if type(state.get(name, False)) is not bool:
             raise ValueError(f"found {name}={state[name]!r:.60} in a loader state, expected true or false.")
-    order, generator = state["order"], state["sampler_generator"]
+    order = state["order"]
     if not (order is None or isinstance(order, str)):
         raise ValueError(f"found order={order!r:.60} in a loader state, expected the hash of an order.")
-    if generator is not None and not _is_hexadecimal(generator):
-        raise ValueError(f"found sampler_generator={generator!r:.60} in a loader state, expected hexadecimal digits.")
+    for name in ("sampler_generator", "next_sampler_generator"):  # older states do not have the latter
+        generator = state.get(name)
+        if generator is not None and not _is_hexadecimal(generator):
+            raise ValueError(f"found {name}={generator!r:.60} in a loader state, expected hexadecimal digits.")
 
 
 def _is_hexadecimal(value: object) -> bool:

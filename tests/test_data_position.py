@@ -104,6 +104,26 @@ def test_order_from_a_user_generator_is_restored_for_this_epoch_and_the_next(epo
     assert sum(by_global_batch([read(loader) for loader in new]), []) == expected[epochs + 1]
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("move", ["a number", "set_epoch", "a plain pass"])
+def test_after_the_last_batch_a_user_generator_goes_on_behind_its_order(move: str, stateful: bool):
+    straight, old = (prepare(with_user_generator, [3, 2], use_stateful_dataloader=stateful) for _ in range(2))
+    expected = [sum(by_global_batch([read(loader) for loader in straight]), []) for _ in range(3)]
+    _, state = stop_after(old, 9)
+    older = {name: value for name, value in state.items() if name != "next_sampler_generator"}
+    for saved, first in ((state, 1), (older, 0)):
+        new = prepare(with_user_generator, [3, 2], use_stateful_dataloader=stateful)
+        for loader in new:
+            loader.load_state_dict(saved)
+            if move == "set_epoch":
+                loader.set_epoch(1)
+        passes = [skip_first_batches(loader, 0) if move == "a number" else loader for loader in new]
+        first = 0 if move == "a plain pass" and not stateful else first  # which starts the epoch over
+        for order in expected[first : first + 2]:
+            assert sum(by_global_batch([read(loader) for loader in passes]), []) == order
+            passes = new
+
+
 def test_state_between_epochs_resumes_at_the_next_one():
     (loader,) = prepare(shuffled(), [5])
     (straight,) = prepare(shuffled(), [5])

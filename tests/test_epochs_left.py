@@ -195,8 +195,8 @@ def test_the_last_batch_of_an_epoch_counts_though_the_next_one_was_begun(workers
         assert after[:together] == samples[behind : behind + together]
 
 
-def leave_out_the_last_batch(folder: str) -> list[int]:
-    training = Training("lsdp")
+def leave_out_the_last_batch(folder: str, generator: bool) -> list[int]:
+    training = Training("lsdp", generator=generator)
     for batch in training.loader:
         if training.accelerator.gather(batch["index"]).numel() < TOTAL:
             continue
@@ -206,17 +206,18 @@ def leave_out_the_last_batch(folder: str) -> list[int]:
     return training.samples[-2 * TOTAL :]
 
 
-def train_the_next_epoch(folder: str) -> list[int]:
-    training = Training("lsdp")
+def train_the_next_epoch(folder: str, generator: bool) -> list[int]:
+    training = Training("lsdp", generator=generator)
     training.accelerator.load_state(folder)
     training.train(training.loader, 2)
     return training.samples
 
 
-def test_an_epoch_that_was_read_to_its_end_is_not_started_over(workers, tmp_path):
+@pytest.mark.parametrize("generator", [False, True])
+def test_an_epoch_that_was_read_to_its_end_is_not_started_over(workers, tmp_path, generator):
     pool, folder = workers(2), str(tmp_path / "state")
-    expected = pool.run(leave_out_the_last_batch, folder, nodes=(2,))
-    assert pool.run(train_the_next_epoch, folder, nodes=(2,)) == expected
+    expected = pool.run(leave_out_the_last_batch, folder, generator, nodes=(2,))
+    assert pool.run(train_the_next_epoch, folder, generator, nodes=(2,)) == expected
 
 
 def save_in_the_last_batch(folder: str, generator: bool) -> tuple[list[int], dict]:
@@ -252,7 +253,7 @@ def resume_by_steps(folder: str, generator: bool, recipe: str) -> tuple[list[int
     return training.samples, training.parameters
 
 
-@pytest.mark.parametrize("generator", [False])
+@pytest.mark.parametrize("generator", [False, True])
 def test_after_a_checkpoint_of_the_last_batch_of_an_epoch_the_next_one_follows(workers, tmp_path, generator):
     pool, folder = workers(2), str(tmp_path / "state")
     whole = pool.run(save_in_the_last_batch, folder, generator, nodes=(2,))
