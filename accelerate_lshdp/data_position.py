@@ -219,6 +219,7 @@ class LoaderProgress:
         now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
+        self.open_window = 0  # the gradients of a step that was begun are not restored
         self.restored = True
 
 

@@ -174,6 +174,14 @@ def test_skipping_by_number_after_the_last_batch_means_the_next_epoch_and_a_plai
     assert read(skip_first_batches(new, 0))[0][1].epoch == 0, "the script has asked for it"
 
 
+def test_a_restored_position_goes_on_with_no_open_step():
+    (loader,) = prepare(shuffled(), [5], context={"g": 2, "sync_with_dataloader": False})
+    state = loader.state_dict()
+    assert not read(loader, 3)[-1][1].window_end
+    loader.load_state_dict(state)
+    assert [place.window_end for _, place in read(loader, 3)] == [False, True, False]
+
+
 def test_set_epoch_keeps_a_restored_position_in_that_epoch_and_gives_up_another(caplog: pytest.LogCaptureFixture):
     (loader,) = prepare(shuffled(), [5])
     _, state = stop_after([loader], 2)
