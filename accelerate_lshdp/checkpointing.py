@@ -12,6 +12,7 @@ from accelerate.utils.constants import SAFE_WEIGHTS_NAME
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from accelerate_lshdp.accumulation_windows import AccumulationWindows
 from accelerate_lshdp.checkpoint_hooks import run_load_hooks, run_save_hooks
 from accelerate_lshdp.data import HeterogeneousDataLoader
 from accelerate_lshdp.data_loader import EVALUATION
@@ -32,7 +33,7 @@ from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number,
 from accelerate_lshdp.engine.collectives import GradientReduction
 from accelerate_lshdp.loss_parts import restore_findings
 from accelerate_lshdp.plan import Plan
-from accelerate_lshdp.ranks_in_step import NOT_IN_STEP
+from accelerate_lshdp.ranks_in_step import NOT_IN_STEP, RankStep
 
 
 if TYPE_CHECKING:
@@ -167,6 +168,9 @@ class Checkpointing(_Base):
         plan, strategy or number of ranks with the same remaining samples. Loaders get their position back:
         ``skip_first_batches(loader)`` without a number goes on there.
 
+        Gradients and the step that they are of are forgotten, so all ranks may go on from here after an error that all
+        have caught. In a loop over a loader, call it between two steps.
+
         Hooks of ``register_load_state_pre_hook`` are called before anything is restored; a model that they take out of
         their list is not restored.
 
@@ -206,13 +210,24 @@ class Checkpointing(_Base):
                 loader.load_state_dict(state)
             self._move_schedules(loaded)
             self.completed_steps, self.samples_seen = loaded.step, loaded.samples_seen
-            self._unstepped.clear()
+            self._forget_step()
             self.step = loaded.extra.get("accelerate_step", 0)
             restore_findings(self.loss_findings, loaded.extra.get("losses"))
             self._restore_sizes(loaded)
             self._restore_reductions(loaded)
         self._continue_numbers()
         return loaded
+
+    def _forget_step(self) -> None:
+        """Forgets the step that ranks were in, whose gradients are dropped.
+
+        After an error that was caught they may have made different steps, and would be out of step for ever.
+        """
+        self._unstepped.clear()
+        self._windows = AccumulationWindows()
+        self._rank_step = RankStep()
+        self._tracker.problem = None
+        self._out_of_step = None
 
     def _run_save_hooks(self, folder: str) -> frozenset[int]:
         weights = [self.get_state_dict(model, unwrap=False) for model in self._models]

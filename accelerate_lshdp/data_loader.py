@@ -113,14 +113,20 @@ class HeterogeneousDataLoader(DataLoaderShard):
                     f"set_epoch({epoch}) gives up the restored position (epoch {progress.epoch}, sample"
                     f" {progress.position.samples}). Start the loop at epoch {progress.epoch} to go on from there."
                 )
+            self._leave_restored_epoch()
             progress.start_epoch(epoch)
         progress.pinned = True
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what the order of the samples depends on, for JSON."""
-        generator = self._progress.position.generator_state or self._source.generator_state()
-        return {**self._progress.state_dict(), "seed": self._seed, "sampler_generator": generator}
+        now = self._source.generator_state()
+        return {
+            **self._progress.state_dict(),
+            "seed": self._seed,
+            "sampler_generator": self._progress.position.generator_state or now,
+            "next_sampler_generator": self._progress.next_generator_state(now),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, under any plan and world size. The next pass starts there after `resume`.
@@ -138,11 +144,19 @@ class HeterogeneousDataLoader(DataLoaderShard):
     def check_fits(self, state: dict[str, Any]) -> None:
         """Raises ValueError if a state, of which `check_state` found nothing wrong, is of another kind of loader."""
         before = self._source.generator_state()
+        later = state.get("next_sampler_generator")
         try:
-            self._source.set_generator_state(state["sampler_generator"])
+            for saved in (state["sampler_generator"], *([] if later is None else [later])):
+                self._source.set_generator_state(saved)
         except RuntimeError as error:
             raise ValueError(f"found a sampler_generator of another kind in a loader state: {error}") from error
-        self._source.set_generator_state(before)
+        finally:
+            self._source.set_generator_state(before)
+
+    def _leave_restored_epoch(self) -> None:
+        """Nobody draws the order of a restored epoch that is over: let the user's generator be as if one had."""
+        if self._progress.position.next_generator_state is not None:
+            self._source.set_generator_state(self._progress.position.next_generator_state)
 
     def _go_on_unasked(self) -> None:
         """As torchdata's loaders: the next pass is the rest of the epoch, or the next epoch if nothing is left."""
@@ -151,6 +165,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         except TypeError:  # a stream without a length: an empty pass tells
             is_over = False
         if is_over:
+            self._leave_restored_epoch()
             self._progress.start_epoch(self.position.epoch + 1)
         else:
             self.resume()
@@ -432,11 +447,14 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """The epoch that a training pass reads, and where it starts there."""
         progress, skip = self._progress, self._skip_to
         if skip is None and not progress.armed:
+            if progress.next_epoch != progress.epoch:
+                self._leave_restored_epoch()
             return progress.next_epoch, StartPoint()
         start = self._start_point(cut)
         goes_on = skip is None or isinstance(skip, StartPoint) or progress.counts_to_position(skip)
-        if progress.position.exhausted and not goes_on:
-            return progress.next_epoch, start
+        if not goes_on and progress.is_over(start.global_batches):
+            self._leave_restored_epoch()
+            return progress.epoch + 1, start
         if progress.position.generator_state is not None:
             self._source.set_generator_state(progress.position.generator_state)
         return progress.epoch, start

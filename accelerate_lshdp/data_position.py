@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _NUMBERS = ("epoch", "samples", "global_batches", "evaluation_passes", "next_worker")
+_FLAGS = ("exhausted", "complete")  # older states do not have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class PassProgress:
     order: str | None = None
     generator_state: str | None = None
     """Of the user's generator, at the start of the pass; None: no pass is open, the generator itself tells."""
+    next_generator_state: str | None = None
+    """Of it, behind the order of a restored pass that had been read as far as its last batch."""
     advanced: bool = False
     """Something was trained since the pass started."""
     exhausted: bool = False
@@ -108,10 +111,37 @@ class LoaderProgress:
         left = self.position.advanced or self.position.exhausted
         return self.epoch + 1 if left and not self.pinned else self.epoch
 
+    def is_over(self, global_batches: int) -> bool:
+        """Whether a script that skips so many global batches, not up to the position, means the next epoch.
+
+        A checkpoint of the body of an epoch's last batch is saved before the loader is asked for more, so its pass is
+        complete, but not exhausted. Scripts that count steps are at batch 0 of the next epoch there.
+        """
+        now = self.position
+        return not self.pinned and (now.exhausted or (now.complete and global_batches != now.global_batches))
+
     @property
     def start_point(self) -> StartPoint:
         now = self.position
         return StartPoint(now.samples, now.global_batches, now.reading, now.order)
+
+    def next_generator_state(self, now: str | None) -> str | None:
+        """What the user's generator draws the order of the epoch behind the position from; None: not known.
+
+        Only where a pass has come to its last batch: before, some samplers have drawn as much as workers read ahead,
+        which is not the same on all ranks.
+
+        Args:
+            now: the state that the generator has.
+        """
+        position, following = self.position, self.running
+        if position.generator_state is None:
+            return position.next_generator_state
+        if not (position.exhausted or position.complete):
+            return None
+        if following is not position and following.epoch > position.epoch:
+            return following.generator_state  # this one has drawn its order, but nothing of it was trained
+        return now
 
     def counts_to_position(self, batches: int) -> bool:
         """Whether that many batches of some rank, in the run that saved, led to the restored position."""
@@ -175,6 +205,7 @@ class LoaderProgress:
             "worker_samples": list(now.reading.worker_samples) if now.reading else None,
             "next_worker": now.reading.next_worker if now.reading else 0,
             "exhausted": now.exhausted,
+            "complete": now.complete,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,10 +213,13 @@ class LoaderProgress:
         self.start_epoch(state["epoch"])
         now, workers = self.position, state["worker_samples"]
         now.samples, now.global_batches = state["samples"], state["global_batches"]
-        now.order, now.exhausted = state["order"], state.get("exhausted", False)
+        now.order = state["order"]
+        now.exhausted, now.complete = (state.get(name, False) for name in _FLAGS)
+        now.next_generator_state = state.get("next_sampler_generator")
         now.reading = StreamReading(tuple(workers), state["next_worker"]) if workers else None
         self.micro_batches = tuple(state["micro_batches"])
         self.evaluation_passes = state["evaluation_passes"]
+        self.open_window = 0  # the gradients of a step that was begun are not restored
         self.restored = True
 
 
@@ -193,7 +227,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     """Raises ValueError if it is nothing that the ``state_dict`` of a loader gives, whatever loader it is for."""
     if type(state.get("seed")) is not int or "sampler_generator" not in state:
         raise ValueError("found a loader state without seed or sampler_generator, expected what state_dict() gives.")
-    missing = sorted(set(LoaderProgress().state_dict()) - set(state) - {"exhausted"})  # older ones do not know it
+    missing = sorted(set(LoaderProgress().state_dict()) - set(state) - set(_FLAGS))
     if missing:
         raise ValueError(f"found a loader state without {missing}, expected what state_dict() gives.")
     numbers = {name: state[name] for name in _NUMBERS}
@@ -205,13 +239,16 @@ def check_state(state: Mapping[str, Any]) -> None:
     for name, value in numbers.items():
         if type(value) is not int or value < 0:
             raise ValueError(f"found {name}={value!r:.60} in a loader state, expected an integer >= 0.")
-    exhausted, order, generator = state.get("exhausted", False), state["order"], state["sampler_generator"]
-    if type(exhausted) is not bool:
-        raise ValueError(f"found exhausted={exhausted!r:.60} in a loader state, expected true or false.")
+    for name in _FLAGS:
+        if type(state.get(name, False)) is not bool:
+            raise ValueError(f"found {name}={state[name]!r:.60} in a loader state, expected true or false.")
+    order = state["order"]
     if not (order is None or isinstance(order, str)):
         raise ValueError(f"found order={order!r:.60} in a loader state, expected the hash of an order.")
-    if generator is not None and not _is_hexadecimal(generator):
-        raise ValueError(f"found sampler_generator={generator!r:.60} in a loader state, expected hexadecimal digits.")
+    for name in ("sampler_generator", "next_sampler_generator"):  # older states do not have the latter
+        generator = state.get(name)
+        if generator is not None and not _is_hexadecimal(generator):
+            raise ValueError(f"found {name}={generator!r:.60} in a loader state, expected hexadecimal digits.")
 
 
 def _is_hexadecimal(value: object) -> bool:

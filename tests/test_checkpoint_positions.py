@@ -33,11 +33,13 @@ WRONG: dict[str, tuple[str, Any]] = {
     "micro-batches that are words": ("loaders/0/micro_batches", ["1"]),
     "no list of workers": ("loaders/0/worker_samples", 7),
     "a word for a pass that is read": ("loaders/0/exhausted", "x"),
+    "a number for an epoch that is trained": ("loaders/0/complete", 1),
     "no order": ("loaders/0/order", KeyError),
     "an order that is a number": ("loaders/0/order", 3),
     "no seed": ("loaders/0/seed", None),
     "a generator that is a number": ("loaders/0/sampler_generator", 3),
     "a generator that is a word": ("loaders/0/sampler_generator", "zz"),
+    "a later generator that is a word": ("loaders/0/next_sampler_generator", "zz"),
 }
 
 
@@ -122,6 +124,8 @@ def load_into_another_run(root: str, change_run: str) -> int | str:
         run.accelerator.prepare(DataLoader(data, batch_size=2))
     elif change_run == "a generator":
         run.damage("loaders/0/sampler_generator", torch.Generator().get_state().numpy().tobytes().hex())
+    elif change_run == "a later generator":
+        run.damage("loaders/0/next_sampler_generator", torch.Generator().get_state().numpy().tobytes().hex())
     else:
         run.accelerator._dataloaders.clear()
         sampler = RandomSampler(data, generator=torch.Generator())
@@ -136,6 +140,7 @@ def load_into_another_run(root: str, change_run: str) -> int | str:
     [
         ("a loader more", "has positions of 1 loaders, but 2 are prepared"),
         ("a generator", "found a checkpoint with the state of a sampler's generator"),
+        ("a later generator", "found a checkpoint with the state of a sampler's generator"),
         ("a generator of another kind", "found a sampler_generator of another kind"),
     ],
 )

@@ -104,6 +104,26 @@ def test_order_from_a_user_generator_is_restored_for_this_epoch_and_the_next(epo
     assert sum(by_global_batch([read(loader) for loader in new]), []) == expected[epochs + 1]
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("move", ["a number", "set_epoch", "a plain pass"])
+def test_after_the_last_batch_a_user_generator_goes_on_behind_its_order(move: str, stateful: bool):
+    straight, old = (prepare(with_user_generator, [3, 2], use_stateful_dataloader=stateful) for _ in range(2))
+    expected = [sum(by_global_batch([read(loader) for loader in straight]), []) for _ in range(3)]
+    _, state = stop_after(old, 9)
+    older = {name: value for name, value in state.items() if name != "next_sampler_generator"}
+    for saved, first in ((state, 1), (older, 0)):
+        new = prepare(with_user_generator, [3, 2], use_stateful_dataloader=stateful)
+        for loader in new:
+            loader.load_state_dict(saved)
+            if move == "set_epoch":
+                loader.set_epoch(1)
+        passes = [skip_first_batches(loader, 0) if move == "a number" else loader for loader in new]
+        first = 0 if move == "a plain pass" and not stateful else first  # which starts the epoch over
+        for order in expected[first : first + 2]:
+            assert sum(by_global_batch([read(loader) for loader in passes]), []) == order
+            passes = new
+
+
 def test_state_between_epochs_resumes_at_the_next_one():
     (loader,) = prepare(shuffled(), [5])
     (straight,) = prepare(shuffled(), [5])
@@ -132,6 +152,34 @@ def test_without_resume_the_restored_epoch_starts_again():
     new.load_state_dict(state)
     pairs = read(new)
     assert pairs[0][1].epoch == 1 and len(real(pairs)) == 41
+
+
+def test_skipping_by_number_after_the_last_batch_means_the_next_epoch_and_a_plain_pass_starts_over():
+    _, state = stop_after(prepare(shuffled(), [5]), 9)
+    older = {name: value for name, value in state.items() if name not in ("exhausted", "complete")}
+    for saved, number, epoch, samples in [
+        (state, 0, 1, 41),
+        (state, 2, 1, 31),
+        (state, 9, 0, 0),
+        (state, None, 0, 41),
+        (older, 0, 0, 41),
+    ]:
+        (new,) = prepare(shuffled(), [5])
+        new.load_state_dict(saved)
+        pairs = read(new if number is None else skip_first_batches(new, number))
+        assert len(real(pairs)) == samples and {place.epoch for _, place in pairs} <= {epoch}
+        assert new.position == LoaderPosition(epoch + 1, 0)
+    new.load_state_dict(state)
+    new.set_epoch(0)
+    assert read(skip_first_batches(new, 0))[0][1].epoch == 0, "the script has asked for it"
+
+
+def test_a_restored_position_goes_on_with_no_open_step():
+    (loader,) = prepare(shuffled(), [5], context={"g": 2, "sync_with_dataloader": False})
+    state = loader.state_dict()
+    assert not read(loader, 3)[-1][1].window_end
+    loader.load_state_dict(state)
+    assert [place.window_end for _, place in read(loader, 3)] == [False, True, False]
 
 
 def test_set_epoch_keeps_a_restored_position_in_that_epoch_and_gives_up_another(caplog: pytest.LogCaptureFixture):

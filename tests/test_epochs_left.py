@@ -195,8 +195,8 @@ def test_the_last_batch_of_an_epoch_counts_though_the_next_one_was_begun(workers
         assert after[:together] == samples[behind : behind + together]
 
 
-def leave_out_the_last_batch(folder: str) -> list[int]:
-    training = Training("lsdp")
+def leave_out_the_last_batch(folder: str, generator: bool) -> list[int]:
+    training = Training("lsdp", generator=generator)
     for batch in training.loader:
         if training.accelerator.gather(batch["index"]).numel() < TOTAL:
             continue
@@ -206,17 +206,62 @@ def leave_out_the_last_batch(folder: str) -> list[int]:
     return training.samples[-2 * TOTAL :]
 
 
-def train_the_next_epoch(folder: str) -> list[int]:
-    training = Training("lsdp")
+def train_the_next_epoch(folder: str, generator: bool) -> list[int]:
+    training = Training("lsdp", generator=generator)
     training.accelerator.load_state(folder)
     training.train(training.loader, 2)
     return training.samples
 
 
-def test_an_epoch_that_was_read_to_its_end_is_not_started_over(workers, tmp_path):
+@pytest.mark.parametrize("generator", [False, True])
+def test_an_epoch_that_was_read_to_its_end_is_not_started_over(workers, tmp_path, generator):
     pool, folder = workers(2), str(tmp_path / "state")
-    expected = pool.run(leave_out_the_last_batch, folder, nodes=(2,))
-    assert pool.run(train_the_next_epoch, folder, nodes=(2,)) == expected
+    expected = pool.run(leave_out_the_last_batch, folder, generator, nodes=(2,))
+    assert pool.run(train_the_next_epoch, folder, generator, nodes=(2,)) == expected
+
+
+def save_in_the_last_batch(folder: str, generator: bool) -> tuple[list[int], dict]:
+    """Saves in the body of the loop, after the last step of the first epoch, and trains two more epochs."""
+    training = Training("lsdp", generator=generator)
+    for batch in training.loader:
+        training.train_on(batch)
+        if training.accelerator.completed_steps == len(training.loader):
+            training.accelerator.save_state(folder)
+    training.train(training.loader)
+    training.train(training.loader)
+    return training.samples[SAMPLES:], training.parameters
+
+
+def resume_by_steps(folder: str, generator: bool, recipe: str) -> tuple[list[int], dict]:
+    """The recipe of accelerate's examples: how many steps were made tells the epoch, and the batches to skip."""
+    training = Training("lsdp", generator=generator)
+    training.accelerator.load_state(folder)
+    steps = training.accelerator.completed_steps
+    epoch, skipped = divmod(steps, len(training.loader))
+    assert (epoch, skipped) == (1, 0)
+    if recipe == "saves again":
+        training.accelerator.save_state(f"{folder} again")
+        training.accelerator.load_state(f"{folder} again")
+    if recipe == "set_epoch":
+        training.loader.set_epoch(epoch)
+    if recipe == "the position":
+        training.train(training.accelerator.skip_first_batches(training.loader))  # of which nothing is left
+        training.train(training.loader)
+    else:
+        training.train(training.accelerator.skip_first_batches(training.loader, skipped))
+    training.train(training.loader)
+    return training.samples, training.parameters
+
+
+@pytest.mark.parametrize("generator", [False, True])
+def test_after_a_checkpoint_of_the_last_batch_of_an_epoch_the_next_one_follows(workers, tmp_path, generator):
+    pool, folder = workers(2), str(tmp_path / "state")
+    whole = pool.run(save_in_the_last_batch, folder, generator, nodes=(2,))
+    for recipe in ("the number", "saves again", "set_epoch", "the position"):
+        rest = pool.run(resume_by_steps, folder, generator, recipe, nodes=(2,))
+        for (samples, parameters), (after, result) in zip(whole, rest, strict=True):
+            assert after == samples, recipe
+            assert relative_error(result, parameters) == 0
 
 
 def save_inside_a_window(strategy: str, folder: str, drop: bool) -> list[int]:

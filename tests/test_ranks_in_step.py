@@ -258,3 +258,60 @@ def test_a_checkpoint_of_ranks_that_are_not_in_step_is_refused(workers, tmp_path
         assert "how many steps their optimizers have made. rank 0: 1; rank 1: 0" in error.message
         assert "Let all ranks do the same" in error.message and "files and options" not in error.message
     assert not (tmp_path / "a").exists()
+
+
+def go_on_from_the_last_checkpoint(strategy: str, folder: str, deviation: str | None) -> dict[str, torch.Tensor]:
+    """Trains an epoch; if the ranks differ in its third batch, all catch the error and load a checkpoint."""
+    script = Script(strategy)
+    batches = iter(script.loader)
+    step(script, next(batches))
+    script.accelerator.save_state(folder)
+    if deviation is not None:
+        del batches
+        script.accelerator.load_state(folder)
+        script.loader = script.accelerator.skip_first_batches(script.loader)
+        try:
+            globals()[deviation](script)
+        except RuntimeError as error:
+            assert "not in step" in str(error) or "rank 1" in str(error) and "failed" in str(error)
+        else:
+            raise AssertionError("there was no error")
+        script.accelerator.load_state(folder)
+        batches = script.accelerator.skip_first_batches(script.accelerator._dataloaders[0])
+    for batch in batches:
+        step(script, batch)
+    script.accelerator.save_state(folder)
+    assert script.accelerator.completed_steps == 6
+    return script.parameters
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "deviation"),
+    [
+        ("ddp", (1, 1), leave_out_a_step),
+        ("lsdp", (1, 1), leave_out_a_step),
+        ("ddp", (1, 1), catch_an_exception_of_backward),
+        ("lsdp", (2,), catch_an_exception_of_backward),
+    ],
+)
+def test_ranks_that_load_the_last_checkpoint_are_in_step_again(workers, tmp_path, strategy, nodes, deviation):
+    pool = workers(2)
+    whole = pool.run(go_on_from_the_last_checkpoint, strategy, str(tmp_path / "a"), None, nodes=nodes)
+    again = pool.run(go_on_from_the_last_checkpoint, strategy, str(tmp_path / "b"), deviation.__name__, nodes=nodes)
+    for expected, found in zip(whole, again, strict=True):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def load_inside_a_step(folder: str) -> None:
+    script = Script("lsdp", accumulation=2)
+    script.accelerator.save_state(folder)
+    for number, batch in enumerate(script.loader):
+        if number == 1:
+            script.accelerator.load_state(folder)
+        script.train_on(batch)
+
+
+def test_the_rest_of_a_step_whose_gradients_load_state_has_dropped_is_refused(workers, tmp_path):
+    errors = workers(2).run(load_inside_a_step, str(tmp_path / "state"), nodes=(2,), expect_failure=True)
+    assert len({error.message for error in errors}) == 1
+    assert "begins in the middle of the batches that are accumulated" in errors[0].message
