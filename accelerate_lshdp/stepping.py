@@ -164,8 +164,11 @@ class Stepping(_Base):
             **kwargs: for ``Tensor.backward``.
 
         Raises:
-            RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation.
+            RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation; or another
+                accelerator has prepared a model since.
         """
+        for prepared in self._prepared:
+            prepared.require_own()  # not in the step only: the other one may follow the optimizer's steps by now
         if self._out_of_step is not None:
             require_same_step(self._out_of_step, self.topology.name_of)
         place = self._take_batch()

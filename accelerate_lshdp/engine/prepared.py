@@ -174,17 +174,21 @@ class PreparedModel(ABC):
         """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
         yield from self.module.parameters()
 
+    def require_own(self) -> None:
+        """Raises RuntimeError if another accelerator trains the module by now."""
+        if PreparedModel.of(self.module) is not self:
+            raise RuntimeError(
+                f"found that another accelerator has prepared {type(self.module).__name__} since: this one does not "
+                "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
+            )
+
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.
         """
-        if PreparedModel.of(self.module) is not self:
-            raise RuntimeError(
-                f"found that another accelerator has prepared {type(self.module).__name__} since: this one does not "
-                "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
-            )
+        self.require_own()
         if self.bypassed:
             raise RuntimeError(
                 "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
