@@ -77,6 +77,17 @@ class PreparedModel(ABC):
         # A copy that a module makes of itself may carry the link, but is not prepared.
         return prepared if prepared is not None and prepared.module is module else None
 
+    @staticmethod
+    def within(model: Any) -> list[PreparedModel]:
+        """The prepared models of what a script calls its model: the model itself, or a module that was made around it
+        since, by ``torch.compile`` or by the script.
+        """
+        if not isinstance(model, nn.Module):
+            return []
+        itself = PreparedModel.of(model)
+        found = [itself] if itself is not None else map(PreparedModel.of, model.modules())
+        return [prepared for prepared in found if prepared is not None]
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
