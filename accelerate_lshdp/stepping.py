@@ -73,6 +73,11 @@ class Stepping(_Base):
         self._tracker.accumulating = True
         try:
             self._enter_place(step)
+            if self._exchange.counts is not None and self._tracker.within_window:
+                # Another model, which has a block of its own, must not let this rank meet the others here: they may
+                # be in another micro-batch. A forward of it inside the block sets this again, and is refused then.
+                for prepared in self._prepared:
+                    prepared.synchronise_next = prepared.synchronise_next and prepared in self._accumulated
             yield
         finally:
             passed_over = self._tracker.leave()
