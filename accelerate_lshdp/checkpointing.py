@@ -124,7 +124,7 @@ class Checkpointing(_Base):
             trust_checkpoint=self.trust_checkpoint,
             before_writing=self._run_save_hooks if self._save_model_state_pre_hook else None,
         )
-        self._unstepped.saved()
+        self._unstepped.saved(optimizer.optimizer for optimizer in self._optimizers)
         limit = self.project_configuration.total_limit
         if named and limit is not None and self.topology.local_rank == 0:
             self._drop_oldest(limit)

@@ -37,6 +37,13 @@ class StepHook:
             if method is not None:
                 yield method.__self__
 
+    @staticmethod
+    def remove_from(optimizer: torch.optim.Optimizer) -> None:
+        """Takes off those of all accelerators, also of ones that are gone."""
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, StepHook)]:
+                del hooks[key]
+
 
 class PreparedOptimizer(AcceleratedOptimizer):
     """What ``prepare`` returns for an optimizer: accelerate's, and what it does to gradients is told."""

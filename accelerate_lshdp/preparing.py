@@ -163,6 +163,8 @@ class Preparing(_Base):
         )
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, PreparedOptimizer) and self not in StepHook.followers(optimizer.optimizer):
+            optimizer = optimizer.optimizer  # another accelerator's: it gets a wrapper of this one
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             # After free_memory scripts prepare the same one again.
             known = self in StepHook.followers(optimizer)
@@ -171,6 +173,9 @@ class Preparing(_Base):
             if not known:
                 if self.device.type == "cpu" and not optimizer.state:
                     fuse_steps(optimizer, self.policies.is_sharded)
+                # As models do, it goes from one accelerator to the next, which may be gone: an earlier stage of the
+                # script, or a cell of a notebook that is run again.
+                StepHook.remove_from(optimizer)
                 optimizer.register_step_pre_hook(StepHook(self._before_step))
                 optimizer.register_step_post_hook(StepHook(self._after_step))
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)

@@ -67,13 +67,17 @@ class Stepping(_Base):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         self._tracker.expect()
         self._windows.begin_block()
-        known = [PreparedModel.of(model) for model in models] if models else self._prepared
-        self._accumulated = [prepared for prepared in known if prepared is not None]
+        self._accumulated = self._models_among(models) if models else list(self._prepared)
         before = [prepared.requires_synchronisation for prepared in self._accumulated]
         step = self.step
         self._tracker.accumulating = True
         try:
             self._enter_place(step)
+            if self._exchange.counts is not None and self._tracker.within_window:
+                # Another model, which has a block of its own, must not let this rank meet the others here: they may
+                # be in another micro-batch. A forward of it inside the block sets this again, and is refused then.
+                for prepared in self._prepared:
+                    prepared.synchronise_next = prepared.synchronise_next and prepared in self._accumulated
             yield
         finally:
             passed_over = self._tracker.leave()
@@ -82,6 +86,20 @@ class Stepping(_Base):
             for prepared, synchronises in zip(self._accumulated, before, strict=True):
                 prepared.requires_synchronisation = synchronises
             self._accumulated = ()
+
+    def _models_among(self, models: Sequence[Any]) -> list[PreparedModel]:
+        """The prepared models that `accumulate` was given; all there are, if it was given something else."""
+        found = list(dict.fromkeys(prepared for model in models for prepared in PreparedModel.within(model)))
+        if found:
+            return found
+        # With none, no window would be followed: gradients of one that is left open would go into the next step.
+        if len(self._prepared) > 1:
+            given = ", ".join(type(model).__name__ for model in models)
+            logger.warning_once(
+                f"accumulate() was given no prepared model (found {given}), so it accumulates for all prepared ones; "
+                "give it those that prepare() returned"
+            )
+        return list(self._prepared)
 
     def _enter_place(self, step: int) -> None:
         """Lets gradients of this rank's micro-batch wait for others of its step, or not, as its place says.
@@ -137,15 +155,15 @@ class Stepping(_Base):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        prepared = PreparedModel.of(model)
-        with contextlib.nullcontext() if prepared is None else prepared.no_sync():
+        with contextlib.ExitStack() as stack:
+            for prepared in PreparedModel.within(model):
+                stack.enter_context(prepared.no_sync())
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        prepared = PreparedModel.of(model)
-        if prepared is not None:
+        for prepared in PreparedModel.within(model):
             prepared.synchronise_next = True
         yield
 
@@ -164,8 +182,11 @@ class Stepping(_Base):
             **kwargs: for ``Tensor.backward``.
 
         Raises:
-            RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation.
+            RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation; or another
+                accelerator has prepared a model since.
         """
+        for prepared in self._prepared:
+            prepared.require_own()  # not in the step only: the other one may follow the optimizer's steps by now
         if self._out_of_step is not None:
             require_same_step(self._out_of_step, self.topology.name_of)
         place = self._take_batch()

@@ -73,9 +73,14 @@ class UnsteppedGradients:
         updated = parameters_of(optimizers) if self._waiting else set()
         return any(prepared.holds_gradients(updated - stepped) for prepared, stepped in self._waiting.items())
 
-    def saved(self) -> None:
-        """A checkpoint was saved."""
-        self._lost = dict.fromkeys(self._passed_over, True)
+    def saved(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """A checkpoint was saved; these are all optimizers that there are.
+
+        Models that none of them updates are left out: nobody drops their gradients, so each later backward would wait
+        for the device to see whether they are still there.
+        """
+        updated = parameters_of(optimizers) if self._passed_over else set()
+        self._lost = {prepared: True for prepared in self._passed_over if _ids(prepared) & updated}
 
 
 def _ids(prepared: PreparedModel) -> set[int]:

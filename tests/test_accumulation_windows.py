@@ -10,8 +10,12 @@ import torch
 from exactness import full
 from test_batch_identity import BATCHES, CASE, Script, error_of, fetched_ahead
 from torch import nn
-from torch.utils.data import DataLoader
-from training_cases import relative_error
+from torch.nn.functional import softplus
+from torch.utils.data import DataLoader, TensorDataset
+from training_cases import collate, relative_error
+
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, stepping
+from accelerate_lshdp.engine.prepared import PreparedModel
 
 
 PLACES = [("ddp", (1,)), ("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)), ("fsdp", (2,))]
@@ -113,6 +117,106 @@ def test_a_window_that_is_left_open_is_an_error_on_all_ranks_before_a_wrong_step
     assert all(message is not None and any(text in message for text in expected) for message in told), told
     right = 1 if leaving is leave_epochs_inside_a_window else 0
     assert all(error.message.startswith(f"after {right} steps") for error in errors)
+
+
+# Models that were wrapped after prepare
+
+
+class Wrapper(nn.Module):
+    """As PEFT and models of a script's own around a prepared one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.inner(*args, **kwargs)
+
+
+class Holder:
+    """No module at all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inner = model
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.inner(*args, **kwargs)
+
+
+def wrapped(model: nn.Module, how: str) -> object:
+    if how == "compiled":
+        return torch.compile(model, backend="eager")
+    return {"module": Wrapper, "object": Holder}[how](model)
+
+
+def leave_wrapped(how: str, strategy: str) -> None:
+    script = Script(strategy, accumulation=2, equal=True)
+    script.model = wrapped(script.model, how)
+    leave_epochs_inside_a_window(script)
+
+
+WRAPPED = [("compiled", "ddp", (1, 1)), ("module", "ddp", (1, 1)), ("object", "ddp", (1, 1))]
+WRAPPED += [("compiled", "lsdp", (2,)), ("compiled", "fsdp", (2,))]
+
+
+@pytest.mark.parametrize(("how", "strategy", "nodes"), WRAPPED)
+def test_a_window_of_a_wrapped_model_that_is_left_open_is_an_error_on_all_ranks(workers, how, strategy, nodes):
+    errors = workers(2).run(leave_wrapped, how, strategy, nodes=nodes, expect_failure=True)
+    assert all("whose last batches were left out" in error.message for error in errors), errors
+
+
+def train_wrapped(how: str, strategy: str) -> tuple[dict, list[bool], list[bool]]:
+    """One accumulated step; whether its backwards synchronised, and what a forward in ``no_sync`` has for its own."""
+    script = Script(strategy, accumulation=2)
+    prepared = PreparedModel.of(script.model)
+    outer = wrapped(script.model, how)
+    synchronised = []
+    for batch in islice(script.loader, 2):
+        with script.accelerator.accumulate(outer):
+            loss = CASE.loss(outer, batch)
+            synchronised.append(prepared.synchronise_next)
+            script.accelerator.backward(loss)
+    gradients = {name: full(parameter.grad) for name, parameter in script.model.named_parameters()}
+    with script.accelerator.no_sync(outer):
+        CASE.loss(outer, batch)
+        kept = [prepared.synchronise_next]
+    with script.accelerator.trigger_sync_in_backward(outer):
+        kept.append(prepared.synchronise_next)
+    return gradients, synchronised, kept
+
+
+@pytest.mark.parametrize(("how", "strategy", "nodes"), WRAPPED)
+def test_an_accumulated_step_of_a_wrapped_model_is_that_of_one_process(workers, how, strategy, nodes):
+    model = CASE.model().double()
+    data = CASE.dataset(33, torch.float64)
+    for indices in BATCHES[:2]:
+        (CASE.loss(model, collate([data[index] for index in indices])) / 2).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for gradients, synchronised, kept in workers(2).run(train_wrapped, how, strategy, nodes=nodes):
+        assert relative_error(gradients, expected) <= 1e-9
+        assert synchronised == [False, True]
+        assert how == "object" or kept == [False, True]
+
+
+def accumulate_unknown(several: bool) -> list[str]:
+    """What is warned of, where it cannot be told which of the prepared models are meant."""
+    script = Script("ddp", accumulation=2, equal=True)
+    if several:
+        script.accelerator.prepare(nn.Linear(1, 1, dtype=torch.float64))
+    warned = []
+    stepping.logger.warning_once = warned.append
+    try:
+        with script.accelerator.accumulate(nn.Linear(1, 1)):
+            assert script.accelerator._accumulated == script.accelerator._prepared
+    finally:
+        del stepping.logger.warning_once
+    return warned
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_models_that_are_not_known_are_all_that_were_prepared(workers, several):
+    (warned,) = workers(1).run(accumulate_unknown, several)
+    assert len(warned) == several and all("found Linear" in message for message in warned)
 
 
 def drop_gradients_of_a_window(strategy: str, set_to_none: bool) -> tuple[Script, list, int]:
@@ -257,3 +361,86 @@ def test_each_model_has_windows_of_its_own(workers):
     for together, moved, alone, _ in workers(2).run(train_two_models_on_loaders_of_their_own, "ddp", nodes=(1, 1)):
         assert relative_error(together, alone) <= 1e-12
         assert all(value.isfinite().all() for value in moved.values())
+
+
+# Several models under unequal numbers of micro-batches
+
+NOISE, REAL = slice(0, 2), slice(2, 4)
+
+
+def two_networks() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    judge = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return made, judge, torch.optim.Adam(made.parameters(), 1e-2), torch.optim.Adam(judge.parameters(), 1e-2)
+
+
+def loss_of_judge(made: nn.Module, judge: nn.Module, batch: torch.Tensor, how: str) -> torch.Tensor:
+    """The generator has a forward in the discriminator's block, or none."""
+    fake = batch[:, NOISE] if how == "apart" else made(batch[:, NOISE])
+    fake = fake if how == "joined" else fake.detach()
+    return softplus(-judge(batch[:, REAL])).mean() + softplus(judge(fake)).mean()
+
+
+def loss_of_made(made: nn.Module, judge: nn.Module, batch: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "apart":
+        return (made(batch[:, NOISE]) - batch[:, REAL]).square().mean()
+    judge.requires_grad_(False)
+    try:
+        return softplus(-judge(made(batch[:, NOISE]))).mean()
+    finally:
+        judge.requires_grad_(True)
+
+
+def thirteens() -> torch.Tensor:
+    return torch.randn(5 * 13 + 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def train_two_models_in_blocks_of_their_own(strategy: str, how: str, accumulation: int) -> list[dict]:
+    plan = Plan.from_batch_sizes([(8, 1), (5, 2)], strategy=strategy, allow_unequal_accumulation=True)
+    accelerator = LSHDPAccelerator(
+        plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"), gradient_accumulation_steps=accumulation
+    )
+    made, judge, step_made, step_judge, loader = accelerator.prepare(
+        *two_networks(), DataLoader(TensorDataset(thirteens()), batch_size=9)
+    )
+    for (batch,) in loader:
+        with accelerator.accumulate(judge):
+            accelerator.backward(loss_of_judge(made, judge, batch, how))
+            step_judge.step()
+            step_judge.zero_grad()
+        with accelerator.accumulate(made):
+            accelerator.backward(loss_of_made(made, judge, batch, how))
+            step_made.step()
+            step_made.zero_grad()
+    return [{name: full(p) for name, p in model.named_parameters()} for model in (made, judge)]
+
+
+def in_one_process(how: str, accumulation: int) -> list[dict]:
+    made, judge, step_made, step_judge = two_networks()
+    batches = thirteens().split(18)
+    for number, batch in enumerate(batches):
+        for loss, optimizer in ((loss_of_judge, step_judge), (loss_of_made, step_made)):
+            (loss(made, judge, batch, how) / accumulation).backward()
+            if (number + 1) % accumulation == 0 or number + 1 == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+    return [{name: full(p) for name, p in model.named_parameters()} for model in (made, judge)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("how", ["apart"])
+def test_a_block_of_one_model_does_not_wait_for_another_one(workers, how, accumulation):
+    expected = in_one_process(how, accumulation)
+    found = workers(2).run(
+        train_two_models_in_blocks_of_their_own, "ddp", how, accumulation, nodes=(1, 1), timeout=12.0
+    )
+    for models in found:
+        assert all(relative_error(*both) <= 1e-9 for both in zip(models, expected, strict=True))
+
+
+@pytest.mark.parametrize("how", ["joined", "detached"])
+def test_a_forward_of_a_model_that_accumulate_was_not_given_is_an_error_on_all_ranks(workers, how):
+    errors = workers(2).run(train_two_models_in_blocks_of_their_own, "ddp", how, 1, nodes=(1, 1), expect_failure=True)
+    assert len({error.message for error in errors}) == 1
+    assert "give accumulate() all models that the loss depends on" in errors[0].message

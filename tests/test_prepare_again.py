@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate.utils import find_executable_batch_size
-from test_unusual_scripts import CASE, plain, plan_of, start, values
+from test_unusual_scripts import CASE, loader_of, plain, plan_of, start, values
 from training_cases import make_optimizer, relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
@@ -82,6 +82,46 @@ def find_batch_size() -> tuple[int, int]:
 
 def test_batch_sizes_that_were_tried_are_no_steps(workers):
     assert workers(1).run(find_batch_size) == [(3, 1)]
+
+
+def train_stages_with_one_optimizer(given: str, kept: bool) -> tuple[dict, list[tuple[int, int]], int]:
+    """Three global batches, each by an accelerator of its own, as in a cell of a notebook that is run three times."""
+    model = CASE.model().double()
+    optimizer = raw = make_optimizer(model, 1e-2, 0.0)
+    stages, steps = [], []
+    for batch in range(3):
+        accelerator = LSHDPAccelerator(plan=plan_of("ddp", (2, 1)))
+        model, prepared, loader = accelerator.prepare(model, optimizer, loader_of(3 * batch, 3 * batch + 3))
+        train(accelerator, model, prepared, loader)
+        assert accelerator._optimizers == [prepared] and prepared.optimizer is raw
+        stages += [accelerator] if kept else []
+        steps.append((accelerator.completed_steps, accelerator._rank_step.optimizer_steps))
+        optimizer = prepared if given == "prepared" else raw
+    return values(model), steps, len(raw._optimizer_step_pre_hooks) + len(raw._optimizer_step_post_hooks)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("given", ["raw", "prepared"])
+def test_an_optimizer_goes_from_one_accelerator_to_the_next(workers, given, kept):
+    expected = plain()
+    for parameters, steps, hooks in workers(2).run(train_stages_with_one_optimizer, given, kept, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+        assert (steps, hooks) == ([(1, 1)] * 3, 2)
+
+
+def step_with_the_accelerator_before() -> None:
+    model = CASE.model().double()
+    raw = make_optimizer(model, 1e-2, 0.0)
+    stages = []
+    for _ in range(2):
+        accelerator = LSHDPAccelerator(plan=plan_of("ddp", (2, 1)))
+        stages.append((accelerator, *accelerator.prepare(model, raw, loader_of(0, 3))))
+    train(*stages[0])
+
+
+def test_an_accelerator_whose_model_and_optimizer_another_one_has_prepared_trains_no_more(workers):
+    errors = workers(2).run(step_with_the_accelerator_before, nodes=(1, 1), expect_failure=True)
+    assert all("another accelerator has prepared" in error.message for error in errors)
 
 
 def prepare_an_optimizer_that_one_rank_has_stepped() -> None:

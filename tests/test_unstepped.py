@@ -17,6 +17,7 @@ from training_cases import relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.unstepped import UnsteppedGradients
 
 
 shared = pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,))])
@@ -76,6 +77,34 @@ def train_with_a_model_that_is_not_stepped(strategy: str, folder: str) -> None:
 @shared
 def test_a_model_that_no_optimizer_updates_does_not_stand_in_the_way_of_saving(workers, tmp_path, strategy, nodes):
     workers(2).run(train_with_a_model_that_is_not_stepped, strategy, str(tmp_path), nodes=nodes)
+
+
+class AskedModel:
+    """Says that it holds gradients, and how often it was asked: on a GPU every answer waits for the device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.asked = 0
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def holds_gradients(self, among: object = None) -> bool:
+        self.asked += 1
+        return True
+
+
+def test_after_a_save_only_models_that_an_optimizer_updates_are_asked_for_gradients():
+    stepped, left_over, features = (AskedModel(network()) for _ in range(3))
+    optimizers = [adam(stepped.module), adam(left_over.module)]
+    gradients = UnsteppedGradients()
+    gradients.produced([stepped, left_over, features])
+    gradients.step_ended(optimizers[0])
+    gradients.saved(optimizers)
+    for _ in range(3):
+        gradients.backward_begins()
+    assert (left_over.asked, features.asked) == (3, 0)
+    assert gradients.takes_lost(optimizers[1])
 
 
 def save_between_two_optimizers(strategy: str, folder: str, parts_of: str) -> None:

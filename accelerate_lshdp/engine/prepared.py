@@ -77,6 +77,17 @@ class PreparedModel(ABC):
         # A copy that a module makes of itself may carry the link, but is not prepared.
         return prepared if prepared is not None and prepared.module is module else None
 
+    @staticmethod
+    def within(model: Any) -> list[PreparedModel]:
+        """The prepared models of what a script calls its model: the model itself, or a module that was made around it
+        since, by ``torch.compile`` or by the script.
+        """
+        if not isinstance(model, nn.Module):
+            return []
+        itself = PreparedModel.of(model)
+        found = [itself] if itself is not None else map(PreparedModel.of, model.modules())
+        return [prepared for prepared in found if prepared is not None]
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
@@ -174,17 +185,21 @@ class PreparedModel(ABC):
         """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
         yield from self.module.parameters()
 
+    def require_own(self) -> None:
+        """Raises RuntimeError if another accelerator trains the module by now."""
+        if PreparedModel.of(self.module) is not self:
+            raise RuntimeError(
+                f"found that another accelerator has prepared {type(self.module).__name__} since: this one does not "
+                "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
+            )
+
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.
         """
-        if PreparedModel.of(self.module) is not self:
-            raise RuntimeError(
-                f"found that another accelerator has prepared {type(self.module).__name__} since: this one does not "
-                "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
-            )
+        self.require_own()
         if self.bypassed:
             raise RuntimeError(
                 "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
