@@ -232,6 +232,9 @@ class LossFinder:
         values = opened is not None and opened.wants_values(place)
         known = Composition[found["composition"]] if found is not None else None if values else opened.guess
         asks = values or known is None or known.by_labels or (found is not None and found["counts"])
+        if asks and self._order and self._exchange.counts is not None and not place.window_end:
+            # A rank with fewer of them may be in the backward of its first loss, which waits for this one's last one.
+            self._exchange.meet("a second loss that is not known yet", True).require_all()
         early, self._told_early = self._told_early, None
         if early is not None and early[0] is place and self._order == 0:
             telling = early[1]

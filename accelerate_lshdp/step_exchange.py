@@ -14,7 +14,15 @@ from accelerate_lshdp.engine.groups import new_group
 
 
 #: Calls in which all ranks take part.
-MEETINGS = ("backward", "gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone")
+MEETINGS = (
+    "backward",
+    "gather",
+    "gather_for_metrics",
+    "reduce",
+    "pad_across_processes",
+    "wait_for_everyone",
+    "a second loss that is not known yet",
+)
 
 
 class RankReport(NamedTuple):
@@ -67,7 +75,8 @@ class Meeting:
             raise RuntimeError(
                 f"found {made} in a micro-batch that is not the last one of its step. The plan gives ranks different "
                 f"numbers of micro-batches ({list(self._counts)}), so they all meet in the last one only: call it "
-                "under `if accelerator.sync_gradients:`, and give accumulate() all models that the loss depends on"
+                "under `if accelerator.sync_gradients:`, and give accumulate() all models that the loss depends on. "
+                "For a second loss say what losses are means over: LSDPPlugin(loss_weighting=...)"
             )
 
 

@@ -396,10 +396,12 @@ def thirteens() -> torch.Tensor:
     return torch.randn(5 * 13 + 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def train_two_models_in_blocks_of_their_own(strategy: str, how: str, accumulation: int) -> list[dict]:
-    plan = Plan.from_batch_sizes([(8, 1), (5, 2)], strategy=strategy, allow_unequal_accumulation=True)
+def train_two_models_in_blocks_of_their_own(
+    strategy: str, how: str, accumulation: int, sizes: tuple = ((8, 1), (5, 2)), weighting: str = "sample"
+) -> list[dict]:
+    plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=True)
     accelerator = LSHDPAccelerator(
-        plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"), gradient_accumulation_steps=accumulation
+        plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting=weighting), gradient_accumulation_steps=accumulation
     )
     made, judge, step_made, step_judge, loader = accelerator.prepare(
         *two_networks(), DataLoader(TensorDataset(thirteens()), batch_size=9)
@@ -444,3 +446,21 @@ def test_a_forward_of_a_model_that_accumulate_was_not_given_is_an_error_on_all_r
     errors = workers(2).run(train_two_models_in_blocks_of_their_own, "ddp", how, 1, nodes=(1, 1), expect_failure=True)
     assert len({error.message for error in errors}) == 1
     assert "give accumulate() all models that the loss depends on" in errors[0].message
+
+
+@pytest.mark.parametrize("how", ["joined", "detached"])
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+def test_a_forward_of_another_model_in_a_block_changes_nothing(workers, how, strategy, nodes):
+    expected = in_one_process(how, 2)
+    arguments = (strategy, how, 2, (12, 6), "auto")
+    for models in workers(2).run(train_two_models_in_blocks_of_their_own, *arguments, nodes=nodes, timeout=30.0):
+        assert all(relative_error(*both) <= 1e-9 for both in zip(models, expected, strict=True))
+
+
+def test_a_second_loss_that_is_not_known_is_an_error_where_ranks_cannot_ask_each_other(workers):
+    arguments = ("ddp", "apart", 1, ((8, 1), (5, 2)), "auto")
+    errors = workers(2).run(
+        train_two_models_in_blocks_of_their_own, *arguments, nodes=(1, 1), timeout=30.0, expect_failure=True
+    )
+    assert len({error.message for error in errors}) == 1
+    assert "a second loss that is not known yet" in errors[0].message and "loss_weighting" in errors[0].message
