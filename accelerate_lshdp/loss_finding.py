@@ -30,9 +30,10 @@ from accelerate_lshdp.loss_notices import (
     tell_undecided,
 )
 from accelerate_lshdp.loss_parts import Composition
-from accelerate_lshdp.loss_seen import SeenLoss, is_own, kind_of, number_of
+from accelerate_lshdp.loss_seen import SeenLoss, fitting_kinds, is_own, kind_of, number_of
 from accelerate_lshdp.loss_values import CrossEntropies, cross_entropies
 from accelerate_lshdp.open_loss import OpenLoss
+from accelerate_lshdp.option_advice import option_advice
 from accelerate_lshdp.weighting import LossWeighting, loss_share
 
 
@@ -44,6 +45,11 @@ logger = get_logger(__name__)
 
 #: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
 _MOST_LOSSES = 3
+ANOTHER_LOSS = (
+    "found a loss in a later micro-batch of a step that is another one than that of its first micro-batch, which the "
+    "others may not have, so they cannot be asked what it is. Let all micro-batches of a step have the same losses, "
+    f"or say what they are means over with {option_advice('loss_weighting', 'sample')}, 'tokens' or 'none'"
+)
 #: What ranks have told each other and nobody has waited for.
 _MOST_UNHEARD = 64
 
@@ -59,7 +65,7 @@ class _Answer(NamedTuple):
     totals: LabelCounts | None
     """Their labels; None: not all have labels that can be counted, or it does not count by these."""
     told: bool
-    """Whether any rank has seen a loss that is a number."""
+    """Whether any rank has seen a loss that is a number, or knows what it is."""
 
 
 class LossFinder:
@@ -91,6 +97,8 @@ class LossFinder:
         self._answers_by_order: dict[int, _Answer] = {}
         self._told_early: tuple[MicroBatchPlace, Telling] | None = None
         self._unheard: list[Telling] = []  # what others told while this rank knew enough
+        self.problem: str | None = None
+        """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
         """Whether the last loss counted by its labels."""
         self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
@@ -201,24 +209,42 @@ class LossFinder:
             # Where all losses of the first one were NaN, a later one may tell, if all ranks have as many.
             unclear = not known.told and known.place is not place and name not in self._findings
             if not again and not (unclear and self._exchange.counts is None):
-                if self._exchange.counts is None:
-                    # Another rank may ask: its batch may have another loss, as where none of its samples counts.
-                    given = self._given
-                    self._hear_later(self._tell(self._see(place, self._order, forward, loss, known=known.kind)))
-                    self._given = given
                 return known
-        if self._exchange.counts is not None and not self._starts(place):
+        if not self._starts(place):
             first = self._answers_by_order.get(self._order)
-            if first is None or first.together != self._together(place):
+            follows = first is not None and first.together == self._together(place)
+            if follows and self._exchange.counts is None and self._exchange.world_size > 1 and first.told:
+                # Others may have the loss of the first one here, too, and not look: where none of this rank's samples
+                # counts, say, its loss is made by another operation.
+                if not self._may_be(first.kind, name, place, forward, loss):
+                    self.problem = self.problem or ANOTHER_LOSS
+                return first
+            if self._exchange.counts is not None and not follows:
                 raise RuntimeError(
                     "found a loss that the first micro-batch of its step does not have. The plan gives ranks "
                     "different numbers of micro-batches, so the others cannot be asked what it is: say what losses "
                     "are means over with LSDPPlugin(loss_weighting=...), or LSDP_LOSS_WEIGHTING in the environment"
                 )
-            return first
+            if self._exchange.counts is not None:
+                return first
         answer = self._look(name, place, forward, loss)
         self._answers[name] = self._answers_by_order[self._order] = answer
         return answer
+
+    def _may_be(
+        self, kind: Composition, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor
+    ) -> bool:
+        """Whether a loss may be what that of its step's first micro-batch is, as far as this rank alone can see."""
+        found = self._findings.get(name)
+        if found is not None:
+            return Composition[found["composition"]] is kind
+        given = self._given
+        seen = self._see(place, self._order, forward, loss, asks=True, values=True)
+        self._given = given
+        if seen.compared:
+            return kind in fitting_kinds([seen], {1.0, 1.0 / place.accumulation_steps})
+        # What cannot be compared counts by samples, as where no loss can be recognised.
+        return seen.loss == 0 or not kind.by_labels
 
     def _look(self, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> _Answer:
         """Finds what the loss is and how many labels it is over, as far as these are not known."""
@@ -254,7 +280,8 @@ class LossFinder:
         own = everyone[self._exchange.rank]
         alike = [seen for seen in everyone if seen.looks == own.looks]
         elsewhere = next((kind_of(seen.known) for seen in (*alike, *everyone) if seen.known >= 0), None)
-        told = any(seen.tells for seen in everyone)
+        tells = any(seen.tells for seen in everyone)
+        told = tells or any(seen.known >= 0 for seen in everyone)  # the same on all ranks
         kind = known or elsewhere
         if opened is not None and (kind is None or values):
             kind = self._find(name, opened, everyone, place) if elsewhere is None else elsewhere
@@ -262,7 +289,7 @@ class LossFinder:
                 opened.guess = kind
                 self._settle(name, opened, everyone)
         require_known_labels_of_step(kind, totals, everyone)
-        if kind is Composition.UNKNOWN and (told or found is not None) and not is_own(everyone):
+        if kind is Composition.UNKNOWN and (tells or found is not None) and not is_own(everyone):
             refuse_uneven_labels(everyone)
         return _Answer(place, self._together(place), kind, totals, told)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from accelerate_lshdp.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
 from accelerate_lshdp.batch_tracker import DIFFERENT_SHARES, UNRECOGNISED
 from accelerate_lshdp.data_places import MicroBatchPlace
+from accelerate_lshdp.loss_finding import ANOTHER_LOSS
 from accelerate_lshdp.step_exchange import RankReport
 
 
@@ -20,7 +21,7 @@ FAILED = "failed in its backward"
 _AFTER_FAILURE = "So the sums of gradients are not those of the step, and the run has to end; its own output says why"
 
 #: What a rank may have found, told to the others by its number.
-PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OUT, LEFT_OPEN, FAILED)
+PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OUT, LEFT_OPEN, ANOTHER_LOSS, FAILED)
 
 #: Hashes travel as float64, which holds integers up to 2 ** 53.
 _MODULUS = 2**48

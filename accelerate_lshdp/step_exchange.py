@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.engine.collectives import WaitClock
 from accelerate_lshdp.engine.groups import new_group
+from accelerate_lshdp.option_advice import option_advice
 
 
 #: Calls in which all ranks take part.
@@ -76,7 +77,7 @@ class Meeting:
                 f"found {made} in a micro-batch that is not the last one of its step. The plan gives ranks different "
                 f"numbers of micro-batches ({list(self._counts)}), so they all meet in the last one only: call it "
                 "under `if accelerator.sync_gradients:`, and give accumulate() all models that the loss depends on. "
-                "For a second loss say what losses are means over: LSDPPlugin(loss_weighting=...)"
+                f"For a second loss say what losses are means over: {option_advice('loss_weighting', 'sample')}"
             )
 
 

@@ -200,6 +200,9 @@ class Stepping(_Base):
             for prepared in self._prepared:
                 prepared.collective_begins()  # ranks may tell each other what the loss is
         self._last_share = self._share(place, loss)
+        if self._losses is not None:
+            self._tracker.problem = self._tracker.problem or self._losses.problem
+            self._losses.problem = None
         self._tracker.require_one_weight(self._losses is not None and self._losses.by_labels)
         weight = self._last_share * (self._prepared[0].loss_multiplier if self._prepared else 1.0)
         loss = weigh(loss, weight)
