@@ -241,10 +241,11 @@ class LossFinder:
         given = self._given
         seen = self._see(place, self._order, forward, loss, asks=True, values=True)
         self._given = given
-        if seen.compared:
-            return kind in fitting_kinds([seen], {1.0, 1.0 / place.accumulation_steps})
-        # What cannot be compared counts by samples, as where no loss can be recognised.
-        return seen.loss == 0 or not kind.by_labels
+        fitting = fitting_kinds([seen], {1.0, 1.0 / place.accumulation_steps}) if seen.compared else set()
+        if fitting:
+            return kind in fitting
+        # A loss that nothing is known of counts by samples.
+        return seen.loss == 0 or kind in (Composition.SAMPLES, Composition.UNKNOWN)
 
     def _look(self, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> _Answer:
         """Finds what the loss is and how many labels it is over, as far as these are not known."""
