@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 _MODULE_OF = {
-    "LSDPPlugin": "accelerate_lshdp.plugin",
-    "LSHDPAccelerator": "accelerate_lshdp.accelerator",
+    "LSDPPlugin": "accelerate_lshdp.accelerator.plugin",
+    "LSHDPAccelerator": "accelerate_lshdp.accelerator.accelerator",
     "LSHDPCallback": "accelerate_lshdp.trainer.callback",
     "LSHDPTrainer": "accelerate_lshdp.trainer.mixin",
     "LSHDPTrainerMixin": "accelerate_lshdp.trainer.mixin",
-    "Plan": "accelerate_lshdp.plan",
-    "PlanError": "accelerate_lshdp.plan",
-    "Strategy": "accelerate_lshdp.plan",
+    "Plan": "accelerate_lshdp.documents.plan",
+    "PlanError": "accelerate_lshdp.documents.plan",
+    "Strategy": "accelerate_lshdp.documents.plan",
 }
 __all__ = [
     "LSDPPlugin",
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
-    from accelerate_lshdp.plan import Plan, PlanError, Strategy
-    from accelerate_lshdp.plugin import LSDPPlugin
+    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.accelerator.plugin import LSDPPlugin
+    from accelerate_lshdp.documents.plan import Plan, PlanError, Strategy
     from accelerate_lshdp.trainer.callback import LSHDPCallback
     from accelerate_lshdp.trainer.mixin import LSHDPTrainer, LSHDPTrainerMixin
 

@@ -33,8 +33,8 @@ from typing import Any
 
 from limits import Limit, limits_table
 
+from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
-from accelerate_lshdp.plan import Plan
 
 
 SCRIPTS = Path(__file__).with_name("automatic_start")
@@ -120,7 +120,7 @@ class Benchmark:
             raise RuntimeError(f"found {limited.count} processes of ranks to slow down, expected {ranks}")
 
     def _launch(self, *words: str) -> None:
-        self._start(["-m", "accelerate_lshdp.commands.main", *words], ranks=len(CORES))
+        self._start(["-m", "accelerate_lshdp.cli.main", *words], ranks=len(CORES))
 
     def plan(self) -> Path:
         """Profiles under the quotas, and plans for the scripts' total."""
@@ -132,7 +132,7 @@ class Benchmark:
         options = ["--nodes", "2", "--cpu", "--seconds", str(arguments.profile_seconds), "--total-batch-size", total]
         self._launch("profile", *options, "--output", str(profile), *own)
         options = ["--total", total, "--no-accumulation", "--no-picture", "--no-yaml", "--output", str(plan)]
-        self._start(["-m", "accelerate_lshdp.commands.main", "plan", str(profile), *options], ranks=0)
+        self._start(["-m", "accelerate_lshdp.cli.main", "plan", str(profile), *options], ranks=0)
         return plan
 
     def run(self, kind: str, plan: Path) -> None:

@@ -61,7 +61,7 @@ def train(name: str, seed: int, steps: int) -> dict[str, float]:
     from accelerate.utils import set_seed
 
     from accelerate_lshdp import LSHDPAccelerator, Plan
-    from accelerate_lshdp.commands.quickstart_data import load_digit_images
+    from accelerate_lshdp.cli.quickstart_data import load_digit_images
 
     sizes, communication = FORMATS[name]
     set_seed(seed)

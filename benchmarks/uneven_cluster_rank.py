@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.benchmarking.rank_processes import serve
 from accelerate_lshdp.benchmarking.speed_check import CheckedRank, SpeedCheck
-from accelerate_lshdp.commands.quickstart_data import DigitImages, load_digit_images
+from accelerate_lshdp.cli.quickstart_data import DigitImages, load_digit_images
 from accelerate_lshdp.profiling import Slowdown
 
 
@@ -72,7 +72,7 @@ class Rank:
         from transformers import ViTConfig, ViTForImageClassification
 
         # It says that the plan's sizes replace the loaders', which is the point here.
-        logging.getLogger("accelerate_lshdp.data_loader").setLevel(logging.ERROR)
+        logging.getLogger("accelerate_lshdp.data.loader").setLevel(logging.ERROR)
         self.config = ViTConfig(**model)
         self.strategy = strategy
         self.bucket_megabytes = bucket_megabytes

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate_lshdp.engine.checkpoint import NodeLayout, TrainingObjects
+from accelerate_lshdp.checkpoint.run_state import NodeLayout, TrainingObjects
 
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def run_until_killed(
         timeout: of the process group, seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accelerate_lshdp", "accelerate_lshdp.accelerator", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(["accelerate_lshdp.accelerator.accelerator", "torch.distributed.fsdp"])
     processes = []
     for rank in range(sum(nodes)):
         environment = {**base_environment(), **rank_environment(rank, nodes, 0)}

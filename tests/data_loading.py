@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from accelerate_lshdp.data import HeterogeneousDataLoader, MicroBatchPlace, prepare_loader
-from accelerate_lshdp.data_places import PlacedBatch
-from accelerate_lshdp.plan import RankBatch
+from accelerate_lshdp.data.place import PlacedBatch
+from accelerate_lshdp.data.prepare import HeterogeneousDataLoader, MicroBatchPlace, prepare_loader
+from accelerate_lshdp.documents.plan import RankBatch
 
 
 class Disagreement(RuntimeError):

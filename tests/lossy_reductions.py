@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelerate_lshdp.engine.collectives import GradientReduction
-from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
-from accelerate_lshdp.plan import Communication
+from accelerate_lshdp.documents.plan import Communication
+from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
+from accelerate_lshdp.engine.wire.reduction import GradientReduction
 
 
 #: Two buffers: matrices of equal and of other sizes, vectors, and one that is no multiple of anything.

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import node_shared
 from accelerate_lshdp.engine.policies import Mechanism
+from accelerate_lshdp.engine.stores.shared import store as node_shared
 
 
 class TwoHeads(nn.Module):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import collectives
-from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.engine.wire import reduction as collectives
+from accelerate_lshdp.runtime.topology import Topology
 
 
 #: What gloo sends to the next rank of a ring, as a multiple of (n-1)/n of the payload; the others go straight.

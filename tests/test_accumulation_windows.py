@@ -14,7 +14,8 @@ from torch.nn.functional import softplus
 from torch.utils.data import DataLoader, TensorDataset
 from training_cases import collate, relative_error
 
-from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, stepping
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.accelerator import stepping
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 

@@ -19,7 +19,7 @@ from training_cases import CASES, collate, make_optimizer, reference_run, relati
 from workers import WorkerError
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.step_exchange import RankReport
+from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
 TIMEOUT_SECONDS = 60

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.data_cut import GlobalBatchCut
-from accelerate_lshdp.step_exchange import RankReport
+from accelerate_lshdp.data.cut import GlobalBatchCut
+from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
 TIMEOUT_SECONDS = 60

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.step_exchange import RankReport
+from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
 TIMEOUT_SECONDS = 45

@@ -18,8 +18,8 @@ from accelerate_lshdp.benchmarking.limits import Limit, WallSeconds
 from accelerate_lshdp.benchmarking.memory_meter import MemoryMeter
 from accelerate_lshdp.benchmarking.rank_processes import RankError
 from accelerate_lshdp.benchmarking.speed_check import CheckedRank, Speed
+from accelerate_lshdp.comparing.report import read_results
 from accelerate_lshdp.emulated_cluster import NetworkDescription
-from accelerate_lshdp.reporting import read_results
 
 
 DOCUMENT: dict[str, Any] = {

@@ -12,7 +12,7 @@ from accelerate_lshdp.benchmarking.formula_bytes import formula_bytes
 from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
 from accelerate_lshdp.benchmarking.measurement import Measurement
 from accelerate_lshdp.benchmarking.rank import sent_bytes
-from accelerate_lshdp.planning.cluster_model import ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import ModelSize
 
 
 # 800 bytes of parameters: two blocks of 300 and a root of 200.

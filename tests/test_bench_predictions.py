@@ -11,14 +11,14 @@ from accelerate_lshdp.benchmarking import planned
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.benchmarking.planned import GOODPUT, Format, Knowledge, Overheads
 from accelerate_lshdp.benchmarking.speed_check import CheckedRank, Speed, speed_of
+from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.plan_sections import Cluster, Node
+from accelerate_lshdp.documents.profile import Profile
+from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
-from accelerate_lshdp.plan import Strategy
-from accelerate_lshdp.plan_sections import Cluster, Node
 from accelerate_lshdp.planning import TimeCurve
-from accelerate_lshdp.planning.cluster_model import Handling, ModelSize
-from accelerate_lshdp.planning.step_simulation import Processors
-from accelerate_lshdp.profiling.documents import Profile
-from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
+from accelerate_lshdp.planning.cost.cluster_model import Handling, ModelSize
+from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 
 OPTIMIZER_SECONDS = 0.25

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_lshdp.commands.bench import require_emulation
+from accelerate_lshdp.cli.bench import require_emulation
 from accelerate_lshdp.emulated_cluster import EmulatedCluster
 
 
@@ -38,7 +38,7 @@ def bench(config: Path, folder: Path, *options: str, timeout: float) -> tuple[su
     command = [
         sys.executable,
         "-m",
-        "accelerate_lshdp.commands.main",
+        "accelerate_lshdp.cli.main",
         "bench",
         str(config),
         "--output-dir",

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from exactness import Setting, check, train
 from payload_counting import count_one_step, gathered_parameters, sent_by_nodes
 
-from accelerate_lshdp.engine.collectives import WaitClock
-from accelerate_lshdp.engine.groups import ProcessGroups
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.engine.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
+from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
+from accelerate_lshdp.runtime.groups import ProcessGroups
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 TOLERANCE = 0.02

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelerate_lshdp.engine.checkpoint import (
+from accelerate_lshdp.checkpoint.folder import MANIFEST, Manifest, checksum_of
+from accelerate_lshdp.checkpoint.run_state import (
     NodeLayout,
     TrainingObjects,
     load_checkpoint,
     save_checkpoint,
     save_model_file,
 )
-from accelerate_lshdp.engine.checkpoint_files import MANIFEST, Manifest, checksum_of
-from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
+from accelerate_lshdp.checkpoint.stream import WrittenFile
 
 
 def save(folder, training, **options):

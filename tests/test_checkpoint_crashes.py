@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 from checkpoint_cases import assert_same, full_state, layout, node_folder, objects, run_until_killed, visible
 
-from accelerate_lshdp.engine import checkpoint, checkpoint_exchange, checkpoint_transfer
-from accelerate_lshdp.engine.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from accelerate_lshdp.engine.checkpoint_files import MANIFEST, Manifest
-from accelerate_lshdp.engine.checkpoint_tensors import SafetensorsWriter
+from accelerate_lshdp.checkpoint import run_state as checkpoint
+from accelerate_lshdp.checkpoint import transfer as checkpoint_transfer
+from accelerate_lshdp.checkpoint.folder import MANIFEST, Manifest
+from accelerate_lshdp.checkpoint.run_state import load_checkpoint, newest_checkpoint, save_checkpoint
+from accelerate_lshdp.checkpoint.tensors import SafetensorsWriter
+from accelerate_lshdp.runtime import object_exchange as checkpoint_exchange
 
 
 def kill_this_process(*_, **__):

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine.checkpoint import TrainingObjects, load_checkpoint, save_checkpoint
-from accelerate_lshdp.engine.checkpoint_files import MANIFEST, Manifest, checksum_of
-from accelerate_lshdp.engine.checkpoint_manifest import _checksum
-from accelerate_lshdp.engine.checkpoint_stream import WrittenFile
+from accelerate_lshdp.checkpoint.folder import MANIFEST, Manifest, checksum_of
+from accelerate_lshdp.checkpoint.manifest import _checksum
+from accelerate_lshdp.checkpoint.run_state import TrainingObjects, load_checkpoint, save_checkpoint
+from accelerate_lshdp.checkpoint.stream import WrittenFile
 
 
 TRAINING = "training.json"

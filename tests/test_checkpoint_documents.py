@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate_lshdp.engine import checkpoint_rng
-from accelerate_lshdp.engine.checkpoint_documents import NotPlainError, decode, encode, tensor_paths
+from accelerate_lshdp.checkpoint import rng as checkpoint_rng
+from accelerate_lshdp.checkpoint.typed_json import NotPlainError, decode, encode, tensor_paths
 
 
 CPU = torch.device("cpu")

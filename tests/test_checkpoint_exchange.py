@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import layout
 
-from accelerate_lshdp.engine.agreement import raise_together
-from accelerate_lshdp.engine.checkpoint_exchange import Attempt, as_bytes, broadcast_tensor, failing_together
+from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.object_exchange import Attempt, as_bytes, broadcast_tensor, failing_together
 
 
 def fail_on(ranks, group_size=None):

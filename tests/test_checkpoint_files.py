@@ -9,8 +9,8 @@ import zlib
 
 import pytest
 
-from accelerate_lshdp.engine import checkpoint_files
-from accelerate_lshdp.engine.checkpoint_files import (
+from accelerate_lshdp.checkpoint import folder as checkpoint_files
+from accelerate_lshdp.checkpoint.folder import (
     MANIFEST,
     Manifest,
     check_replaceable,
@@ -24,7 +24,7 @@ from accelerate_lshdp.engine.checkpoint_files import (
     verify,
     write_file,
 )
-from accelerate_lshdp.engine.checkpoint_lock import lock_path
+from accelerate_lshdp.checkpoint.lock import lock_path
 
 
 def fill(folder, number, generation=None, content=b"content"):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine import checkpoint_stream
-from accelerate_lshdp.engine.checkpoint import (
+from accelerate_lshdp.checkpoint import stream as checkpoint_stream
+from accelerate_lshdp.checkpoint.run_state import (
     TrainingObjects,
     load_checkpoint,
     newest_checkpoint,
@@ -22,7 +22,7 @@ from accelerate_lshdp.engine.checkpoint import (
     save_model_file,
     stream_full_state,
 )
-from accelerate_lshdp.engine.checkpoint_tensors import SafetensorsWriter
+from accelerate_lshdp.checkpoint.tensors import SafetensorsWriter
 
 
 LAYOUTS = {

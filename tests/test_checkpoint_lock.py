@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_checkpoint_files import fill, leave, names
 
-from accelerate_lshdp.engine import checkpoint_lock
-from accelerate_lshdp.engine.checkpoint_files import commit, in_use, partial_folder, remove_leftovers
-from accelerate_lshdp.engine.checkpoint_lock import lock_path
+from accelerate_lshdp.checkpoint import lock as checkpoint_lock
+from accelerate_lshdp.checkpoint.folder import commit, in_use, partial_folder, remove_leftovers
+from accelerate_lshdp.checkpoint.lock import lock_path
 
 
 OLD = time.time() - 7200

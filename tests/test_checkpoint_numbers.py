@@ -15,9 +15,10 @@ from accelerate.utils import ProjectConfiguration
 from test_checkpoint_files import leave, names, put
 from torch import nn
 
-from accelerate_lshdp import LSHDPAccelerator, checkpointing
-from accelerate_lshdp.engine.checkpoint_files import MANIFEST
-from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest, next_number
+from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.accelerator import checkpointing
+from accelerate_lshdp.checkpoint.folder import MANIFEST
+from accelerate_lshdp.checkpoint.numbers import drop_oldest, next_number
 
 
 def run(

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.data import HeterogeneousDataLoader
+from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 
 
 #: path in the document, value

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from accelerate_lshdp.engine.checkpoint_tensors import DTYPE_NAMES, SafetensorsReader, SafetensorsWriter, TensorEntry
+from accelerate_lshdp.checkpoint.tensors import DTYPE_NAMES, SafetensorsReader, SafetensorsWriter, TensorEntry
 
 
 numbers = itertools.count()

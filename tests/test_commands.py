@@ -17,10 +17,10 @@ from accelerate.utils import DistributedType
 from launching import LaunchedProcesses, _run_together, free_port
 
 from accelerate_lshdp import Plan, __version__
-from accelerate_lshdp.commands import launch
-from accelerate_lshdp.commands.config import Layout, check_with_accelerate
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.plan import Cluster, Node
+from accelerate_lshdp.cli import launch
+from accelerate_lshdp.cli.config import Layout, check_with_accelerate
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.documents.plan import Cluster, Node
 
 
 SHIPPED = Path(__file__).resolve().parents[1] / "accelerate_configs"
@@ -224,7 +224,7 @@ def test_nodes_must_be_numbers(nodes: str, capsys: pytest.CaptureFixture[str]) -
 def test_help_and_version_do_not_load_torch() -> None:
     code = (
         "import sys\n"
-        "from accelerate_lshdp.commands.main import main\n"
+        "from accelerate_lshdp.cli.main import main\n"
         "try:\n"
         "    main(sys.argv[1:])\n"
         "finally:\n"

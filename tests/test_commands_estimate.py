@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import ViTConfig
 
-from accelerate_lshdp.commands.main import main
+from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.estimation.advice import advise
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, read_cluster
 from accelerate_lshdp.estimation.devices import CORE_FLOPS, DEVICES, find_device
 from accelerate_lshdp.estimation.estimates import FORMATS, STRATEGIES, Estimate, estimate_all, powersgd_bytes
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.planning.memory import ModelCounts
+from accelerate_lshdp.planning.cost.memory import ModelCounts
 
 
 UNEVEN = """\

@@ -18,11 +18,11 @@ import pytest
 from launching import apply_environment, base_environment, free_port
 from test_commands_plan import a_profile
 
-from accelerate_lshdp.commands.busy import busy_hint, unlike_emulation
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.commands.progress import progress
-from accelerate_lshdp.commands.waiting_nodes import Meeting, waits_told
-from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.cli.busy import busy_hint, unlike_emulation
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.cli.progress import progress
+from accelerate_lshdp.cli.waiting_nodes import Meeting, waits_told
+from accelerate_lshdp.documents.profile import Profile
 
 
 # A busy machine
@@ -182,7 +182,7 @@ def test_both_nodes_of_a_launch_tell_for_whom_they_wait(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')\n")
     port = free_port()
     flags = ["--nodes", "1,1", "--cpu", "--main-ip", "127.0.0.1", "--main-port", str(port)]
-    command = [sys.executable, "-m", "accelerate_lshdp.commands.main", "launch", *flags, "--node-rank"]
+    command = [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", *flags, "--node-rank"]
     environment = apply_environment(base_environment(), {"ACCELERATE_USE_CPU": None})
     for alone, told in (
         ("1", f"node 1 has waited 10 s for node 0, which does not answer at 127.0.0.1:{port}"),

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from accelerate_lshdp import Plan, planning
-from accelerate_lshdp.commands import plan as plan_command
-from accelerate_lshdp.commands.config import check_with_accelerate
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.commands.plan_prediction import predict, split_equally
+from accelerate_lshdp.cli import plan as plan_command
+from accelerate_lshdp.cli.config import check_with_accelerate
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.cli.plan_prediction import predict, split_equally
+from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.engine.policies import choose_mechanism, shard_groups_of
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.plan import Strategy
 from accelerate_lshdp.planning import BatchSizes, RankProfile, TimeCurve, plan_fixed_total
-from accelerate_lshdp.profiling.documents import Profile
+from accelerate_lshdp.runtime.topology import Topology
 
 
 # Seconds a sample. At 36 samples all ranks finish together: 16, 8, 8 and 4 samples in 0.16 s.
@@ -404,7 +404,7 @@ def test_planning_needs_no_torch(folder: Path) -> None:
         "import sys\n"
         "for name in ('torch', 'accelerate', 'transformers', 'psutil'):\n"
         "    sys.modules[name] = None\n"  # importing one raises
-        "from accelerate_lshdp.commands.main import main\n"
+        "from accelerate_lshdp.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]) or main(['plan', '--verify', 'lshdp_plan.json']))\n"
     )
     command = [sys.executable, "-c", code, "plan", "profile.json", "--total", "36"]

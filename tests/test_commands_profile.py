@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 from launching import launch
 
-from accelerate_lshdp.commands import launch as launch_command
-from accelerate_lshdp.commands import profile_worker
-from accelerate_lshdp.commands.byte_sizes import format_bytes, parse_bytes
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.commands.profile import _memory_limit
-from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.cli import launch as launch_command
+from accelerate_lshdp.cli import profile_worker
+from accelerate_lshdp.cli.byte_sizes import format_bytes, parse_bytes
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.cli.profile import _memory_limit
 from accelerate_lshdp.profiling import Profile, Subject
+from accelerate_lshdp.runtime.topology import Topology
 
 
 SCRIPT = """\
@@ -66,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def profile(folder: Path, *words: str):
-    command = ["-m", "accelerate_lshdp.commands.main", "profile", "--nodes", "2", "--cpu", "--seconds", "3"]
+    command = ["-m", "accelerate_lshdp.cli.main", "profile", "--nodes", "2", "--cpu", "--seconds", "3"]
     return launch([*command, *words], 0, cwd=folder, env={"ACCELERATE_USE_CPU": None}, timeout=90)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from benchmark_results import make_results
 
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.reporting import gallery
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.comparing.report import gallery
 
 
 def test_report_is_written_beside_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.collectives import WaitClock
-from accelerate_lshdp.engine.failures import CommunicationError, failures_explained
-from accelerate_lshdp.engine.groups import ProcessGroups, new_group, world_timeout
+from accelerate_lshdp.runtime.failures import CommunicationError, failures_explained
+from accelerate_lshdp.runtime.groups import ProcessGroups, new_group, world_timeout
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 @pytest.fixture

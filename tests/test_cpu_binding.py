@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_lshdp.engine import cpu_binding
-from accelerate_lshdp.engine.cpu_binding import (
+from accelerate_lshdp.runtime import cpu_binding
+from accelerate_lshdp.runtime.cpu_binding import (
     CpuShare,
     is_users_choice,
     one_rank_can_use_the_node,
     share_of_rank,
 )
-from accelerate_lshdp.engine.cpu_cores import allowed_cores, cpu_quota, usable_cores
+from accelerate_lshdp.runtime.cpu_cores import allowed_cores, cpu_quota, usable_cores
 
 
 SINGLE = tuple((cpu,) for cpu in range(5))  # five cores with one logical CPU each
@@ -141,7 +141,7 @@ def test_no_control_groups_no_quota(tmp_path):
 
 RANK = """
 import json, os, torch
-from accelerate_lshdp.engine.cpu_binding import settle_on_cores
+from accelerate_lshdp.runtime.cpu_binding import settle_on_cores
 settle_on_cores()
 settle_on_cores()
 print(json.dumps([torch.get_num_threads(), sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")]))

@@ -13,7 +13,7 @@ import pytest
 # Blocks below the threshold for mappings, freed together: their pages lie at the end of the heap.
 FAULTS = """
 import resource, sys
-from accelerate_lshdp.engine.cpu_memory import keep_freed_memory
+from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
 import numpy
 told = keep_freed_memory() if sys.argv[1] == "keep" else None
 def step():

@@ -50,7 +50,7 @@ def test_a_gpu_is_profiled_planned_for_and_trained_on(tmp_path: Path, strategy: 
     recipe = [TESTS.parent / "recipes" / "vit_image_classification.py", "--output_dir", tmp_path / "vit"]
 
     def run(*arguments: object) -> None:
-        command = ["-m", "accelerate_lshdp.commands.main", *map(str, arguments)]
+        command = ["-m", "accelerate_lshdp.cli.main", *map(str, arguments)]
         ended = launch(command, 0, env=ON_A_GPU, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr + ended.stdout
 

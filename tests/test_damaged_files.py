@@ -17,9 +17,9 @@ from launching import TESTS
 from test_commands_plan import a_profile
 
 from accelerate_lshdp import Plan
-from accelerate_lshdp.commands.main import main, make_parser
+from accelerate_lshdp.cli.main import main, make_parser
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
-from accelerate_lshdp.planning.memory import ModelCounts
+from accelerate_lshdp.planning.cost.memory import ModelCounts
 
 
 CLUSTER = """\
@@ -111,8 +111,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = MeasuredModel(
         "a model", ModelCounts(10**8, 10**8, (9 * 10**6,) * 10), ((3000, 3000),) * 10, 5e7, 0, 6e10
     )
-    monkeypatch.setattr("accelerate_lshdp.commands.main.make_parser", _parser)
-    monkeypatch.setattr("accelerate_lshdp.commands.launch._accelerate_launch", stop)
+    monkeypatch.setattr("accelerate_lshdp.cli.main.make_parser", _parser)
+    monkeypatch.setattr("accelerate_lshdp.cli.launch._accelerate_launch", stop)
     monkeypatch.setattr("accelerate_lshdp.benchmarking.results.run_benchmark", stop)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_measurement.measure_config", lambda *_, **__: measured)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_sources.load_config", lambda *_: None)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from accelerate_lshdp.data import HeterogeneousDataLoader, prepare_loader
+from accelerate_lshdp.data.prepare import HeterogeneousDataLoader, prepare_loader
 
 
 @pytest.fixture(autouse=True)

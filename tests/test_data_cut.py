@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
+from accelerate_lshdp.data.cut import GlobalBatchCut, largest_remainder
 
 
 @given(st.data(), st.lists(st.integers(1, 40), min_size=1, max_size=6))

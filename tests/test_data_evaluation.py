@@ -9,7 +9,7 @@ from accelerate.state import GradientState, PartialState
 from data_loading import SizedStream, Stream, prepare, read
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from accelerate_lshdp.data import skip_first_batches
+from accelerate_lshdp.data.prepare import skip_first_batches
 
 
 @pytest.fixture(autouse=True)

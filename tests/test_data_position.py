@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SequentialSampler
 
-from accelerate_lshdp.data import HeterogeneousDataLoader, LoaderPosition, skip_first_batches
+from accelerate_lshdp.data.prepare import HeterogeneousDataLoader, LoaderPosition, skip_first_batches
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 from data_loading import Augmented, Stream, draw, prepare, read
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from accelerate_lshdp.data_random import RandomSequence, derive_seed, seed_generators
+from accelerate_lshdp.data.random_numbers import RandomSequence, derive_seed, seed_generators
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate_lshdp.data import skip_first_batches
-from accelerate_lshdp.data_stream import hash_samples
+from accelerate_lshdp.data.prepare import skip_first_batches
+from accelerate_lshdp.data.stream import hash_samples
 
 
 @pytest.fixture(autouse=True)

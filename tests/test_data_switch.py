@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate
 
-from accelerate_lshdp.data import HeterogeneousDataLoader, MicroBatchPlace, skip_first_batches
-from accelerate_lshdp.data_cut import GlobalBatchCut, largest_remainder
-from accelerate_lshdp.data_switch import CutSchedule
+from accelerate_lshdp.data.cut import GlobalBatchCut, largest_remainder
+from accelerate_lshdp.data.prepare import HeterogeneousDataLoader, MicroBatchPlace, skip_first_batches
+from accelerate_lshdp.data.size_switch import CutSchedule
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate_lshdp.device_memory import USABLE, DeviceMemory, MemoryReading
+from accelerate_lshdp.accelerator.device_memory import USABLE, DeviceMemory, MemoryReading
 
 
 CUDA = torch.device("cuda", 0)

@@ -20,7 +20,7 @@ from launching import base_environment
 
 from accelerate_lshdp import Plan, run
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
-from accelerate_lshdp.commands.main import make_parser
+from accelerate_lshdp.cli.main import make_parser
 from accelerate_lshdp.estimation.cluster_file import load_cluster
 
 

@@ -17,8 +17,8 @@ from docs_pages import ROOT
 from markdown_it import MarkdownIt
 
 from accelerate_lshdp import LSDPPlugin
-from accelerate_lshdp.commands.main import SUBCOMMANDS, make_parser
-from accelerate_lshdp.plan import Automatic, Batch, Cluster, Communication, Link, Node, Plan, RankBatch
+from accelerate_lshdp.cli.main import SUBCOMMANDS, make_parser
+from accelerate_lshdp.documents.plan import Automatic, Batch, Cluster, Communication, Link, Node, Plan, RankBatch
 
 
 DOCS = ROOT / "docs"

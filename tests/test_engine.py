@@ -17,12 +17,13 @@ from training_cases import CASES, collate, make_optimizer, tiny_gpt2, tiny_vit
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.engine.clipping import clip_grad_norm
-from accelerate_lshdp.engine.collectives import ExactReduction, OrderedReductions, PendingReduction, WaitClock
 from accelerate_lshdp.engine.policies import resolve_policies
-from accelerate_lshdp.engine.replication import ReplicatedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
-from accelerate_lshdp.engine.topology import Topology, TopologyError
+from accelerate_lshdp.engine.stores.whole import ReplicatedModel
 from accelerate_lshdp.engine.units import UnitError, choose_units
+from accelerate_lshdp.engine.wire.reduction import ExactReduction, OrderedReductions, PendingReduction
+from accelerate_lshdp.runtime.topology import Topology, TopologyError
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 # Units

@@ -54,7 +54,7 @@ import gc, json, os, sys
 
 import torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
 
-import accelerate_lshdp.accelerator
+import accelerate_lshdp.accelerator.accelerator
 from accelerate_lshdp import LSHDPAccelerator, Plan
 
 sys.path.insert(0, sys.argv[1])

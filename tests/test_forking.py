@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import forking, torch_threads
-from accelerate_lshdp.engine.forking import install_safe_forks
+from accelerate_lshdp.runtime import forking, torch_threads
+from accelerate_lshdp.runtime.forking import install_safe_forks
 
 
 _PR_SET_NAME = 15

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from training_cases import relative_error
 
 from accelerate_lshdp import LSDPPlugin, Plan
-from accelerate_lshdp.engine.fsdp2_versions import forget_iteration, param_groups
+from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups
 
 
 NEWER = ("reset_iter_state",)

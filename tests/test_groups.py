@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 from accelerate_lshdp.benchmarking.formats import measure_format
 from accelerate_lshdp.benchmarking.message_delay import message_delay_seconds
 from accelerate_lshdp.benchmarking.overheads import inside_seconds_per_byte
-from accelerate_lshdp.engine.groups import ProcessGroups, momentary_group
+from accelerate_lshdp.runtime.groups import ProcessGroups, momentary_group
 
 
 def ask_twice() -> tuple[bool, bool, bool, int]:

@@ -15,7 +15,8 @@ from trainer_runs import Sentences, arguments, collate, make_model
 from transformers import Trainer
 from workers import WorkerPools
 
-from accelerate_lshdp import LSHDPAccelerator, LSHDPTrainer, Plan, backend
+from accelerate_lshdp import LSHDPAccelerator, LSHDPTrainer, Plan
+from accelerate_lshdp.runtime import backend
 
 
 # Third parties first, which may do what they like. A launched rank, because only there is anything to settle.

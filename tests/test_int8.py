@@ -19,8 +19,8 @@ from lossy_reductions import (
 )
 from torch import Tensor
 
-from accelerate_lshdp.engine.int8_reduction import int8_bytes
-from accelerate_lshdp.plan import Communication
+from accelerate_lshdp.documents.plan import Communication
+from accelerate_lshdp.engine.wire.int8 import int8_bytes
 
 
 INT8 = Communication("int8")

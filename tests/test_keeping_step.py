@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate_lshdp.engine.collectives import WaitClock
-from accelerate_lshdp.engine.keeping_step import KeepingStep
+from accelerate_lshdp.engine.stores.shared.keeping_step import KeepingStep
 from accelerate_lshdp.profiling.emulation import Slowdown
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 class Time:

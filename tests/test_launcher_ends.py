@@ -15,7 +15,8 @@ import psutil
 import pytest
 from launching import ACCELERATE_CONFIG, apply_environment, base_environment, free_port, has_ended
 
-from accelerate_lshdp import Plan, ending
+from accelerate_lshdp import Plan
+from accelerate_lshdp.runtime import parent_death as ending
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them on Linux only")
@@ -38,7 +39,7 @@ if accelerator.process_index == 0:
     time.sleep(600)
 dist.barrier()
 """
-_OURS = ["-m", "accelerate_lshdp.commands.main"]
+_OURS = ["-m", "accelerate_lshdp.cli.main"]
 _SHIM = ["-m", "accelerate_lshdp.run", "--plan", "plan.json"]
 _STOCK = ["-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", "--log_dir", os.devnull]
 #: The launcher, its script and number of ranks.
@@ -117,9 +118,13 @@ def test_everything_ends_with_a_quickstart_that_is_killed(tmp_path: Path) -> Non
 
 
 # Starts a process that is told to end with it, and says its number.
-_CHILD = (
-    "import os, sys, time; {set}; from accelerate_lshdp.ending import end_with; end_with({parent}); time.sleep(60)"
-)
+_CHILD = """\
+import os, sys, time
+{set}
+from accelerate_lshdp.runtime.parent_death import end_with
+end_with({parent})
+time.sleep(60)
+"""
 _PARENT = """\
 import subprocess, sys, time
 print(subprocess.Popen([sys.executable, "-c", {child!r}]).pid, flush=True)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from training_cases import Samples, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.loss_classes import loss_shifts_labels
+from accelerate_lshdp.accelerator.losses.classes import loss_shifts_labels
 
 
 TAGS, LENGTH = 7, 6
@@ -122,11 +122,11 @@ def listening():
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.loss_notices").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.losses.notices").addHandler(handler)
     try:
         yield told
     finally:
-        logging.getLogger("accelerate_lshdp.loss_notices").removeHandler(handler)
+        logging.getLogger("accelerate_lshdp.accelerator.losses.notices").removeHandler(handler)
 
 
 def train(pattern: str, strategy: str, sizes: list, accumulation: int = 1, **options: Any) -> tuple[dict, list, dict]:

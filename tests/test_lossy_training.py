@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.engine import int8_reduction, two_message_reduction
-from accelerate_lshdp.engine.collectives import OrderedReductions
-from accelerate_lshdp.engine.reductions import wire_bytes
-from accelerate_lshdp.plan import Communication, PlanError
+from accelerate_lshdp.documents.plan import Communication, PlanError
+from accelerate_lshdp.engine.wire import int8 as int8_reduction
+from accelerate_lshdp.engine.wire import two_messages as two_message_reduction
+from accelerate_lshdp.engine.wire.formats import wire_bytes
+from accelerate_lshdp.engine.wire.reduction import OrderedReductions
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
 
 
@@ -94,7 +95,7 @@ def resume_elsewhere(folder: str, plan: Plan, saves: bool) -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.checkpointing").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.checkpointing").addHandler(handler)
     case = CASES["vit"]
     accelerator = LSHDPAccelerator(plan=plan)
     model = case.model()
@@ -109,7 +110,7 @@ def resume_elsewhere(folder: str, plan: Plan, saves: bool) -> list[str]:
         optimizer.zero_grad()
     if saves:
         accelerator.save_state(folder)
-    logging.getLogger("accelerate_lshdp.checkpointing").removeHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.checkpointing").removeHandler(handler)
     return [message for message in heard if "starts anew" in message]
 
 
@@ -270,7 +271,7 @@ def frozen_later(dtype: str) -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.engine.two_message_reduction").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.engine.wire.two_messages").addHandler(handler)
     reduction = new_reduction(Communication(dtype, **FORMATS[dtype]))
     for sizes in ((30, 40), (30, 40)), ((30, 40),):
         shapes = [torch.Size(sizes_of) for sizes_of in sizes]
@@ -291,9 +292,9 @@ def test_a_buffer_with_other_parameters_drops_what_was_kept(workers, dtype):
 ENDING = """
 import os, sys, time
 import torch, torch.distributed as dist
-from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
-from accelerate_lshdp.engine.shutdown import install_clean_exit
-from accelerate_lshdp.plan import Communication
+from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
+from accelerate_lshdp.runtime.shutdown import install_clean_exit
+from accelerate_lshdp.documents.plan import Communication
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")

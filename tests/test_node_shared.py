@@ -20,8 +20,8 @@ from torch import nn
 from training_cases import make_optimizer, relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine import node_shared
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.stores.shared import store as node_shared
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -347,7 +347,7 @@ class OwnOptimizer(torch.optim.SGD):
 def train_with_own_optimizer() -> list[str]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelerate_lshdp.preparing.logger.warning_once", told.append)
+        patch.setattr("accelerate_lshdp.accelerator.preparing.logger.warning_once", told.append)
         start(optimizer_class=OwnOptimizer)
     return told
 

@@ -18,12 +18,13 @@ from node_shared_cases import start
 from torch.utils.data import DataLoader, Dataset
 from training_cases import collate
 
-from accelerate_lshdp.engine import node_memory
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
-from accelerate_lshdp.engine.node_memory import Layout, NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.node_reduction import NodeReduction, SharedBucket
-from accelerate_lshdp.engine.node_table import NodeTable
-from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.engine.stores.shared import memory as node_memory
+from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction, SharedBucket
+from accelerate_lshdp.engine.stores.shared.table import NodeTable
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 def end_early(how: str, in_step: bool, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import accelerate_lshdp
 from accelerate_lshdp import LSDPPlugin, Plan
-from accelerate_lshdp.option_advice import option_advice, variable_of
+from accelerate_lshdp.runtime.option_advice import option_advice, variable_of
 
 
 PACKAGE = Path(accelerate_lshdp.__file__).parent
@@ -60,7 +60,7 @@ def test_every_message_that_names_an_option_names_its_variable() -> None:
         found += [
             f"{path.relative_to(PACKAGE)}:{message.lineno}" for message in messages(tree) if lacks_variable(message)
         ]
-    assert found == [], "name the option by accelerate_lshdp.option_advice.option_advice(option, value)"
+    assert found == [], "name the option by accelerate_lshdp.runtime.option_advice.option_advice(option, value)"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_documents import document
 
-from accelerate_lshdp.plan import (
+from accelerate_lshdp.documents.plan import (
     PLAN_VARIABLE,
     Batch,
     Cluster,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_lshdp.plan import Automatic, Plan, PlanError
+from accelerate_lshdp.documents.plan import Automatic, Plan, PlanError
 
 
 def test_a_plan_of_a_total_alone_survives_its_file(tmp_path) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from accelerate_lshdp.commands.plan_prediction import predict
-from accelerate_lshdp.plan import Plan
-from accelerate_lshdp.plan_certificate import verify_plan
-from accelerate_lshdp.plan_sections import Cluster, Node, Strategy
+from accelerate_lshdp.cli.plan_prediction import predict
+from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.documents.plan_sections import Cluster, Node, Strategy
+from accelerate_lshdp.documents.profile import Profile, write_profiles
+from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.planning import (
     CertificateError,
     MemoryCurve,
@@ -24,8 +25,7 @@ from accelerate_lshdp.planning import (
     plan_fixed_total,
     plan_max_throughput,
 )
-from accelerate_lshdp.profiling.documents import Profile, write_profiles
-from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
+from accelerate_lshdp.planning.proofs.plan import verify_plan
 
 
 def a_profile() -> Profile:
@@ -269,7 +269,7 @@ def test_what_does_not_enter_a_plan_may_change() -> None:
 
 def test_plans_are_verified_without_torch() -> None:
     code = (
-        "import json, sys, accelerate_lshdp.plan_certificate;"
+        "import json, sys, accelerate_lshdp.planning.proofs.plan;"
         "print(json.dumps([name for name in ('torch', 'accelerate', 'transformers') if name in sys.modules]))"
     )
     output = subprocess.run(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from plan_documents import document
 
-from accelerate_lshdp.plan import PLAN_VARIABLE, Batch, Cluster, Node, Plan, PlanError
+from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Batch, Cluster, Node, Plan, PlanError
 
 
 # (what is wrong, how the valid document is changed, where the message says it is, what else the message must say)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from planning_oracle import running_maximum
 
-from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.planning import (
     PlanningError,
     RankProfile,
@@ -144,7 +144,7 @@ def test_bad_curves_are_rejected(sizes: list, seconds: list, message: str) -> No
 
 def test_planning_and_plans_need_no_torch() -> None:
     code = (
-        "import json, sys, accelerate_lshdp, accelerate_lshdp.plan, accelerate_lshdp.planning;"
+        "import json, sys, accelerate_lshdp, accelerate_lshdp.documents.plan, accelerate_lshdp.planning;"
         "accelerate_lshdp.Plan.from_batch_sizes([2, 1]).to_json();"
         "print(json.dumps([name for name in ('torch', 'accelerate', 'transformers') if name in sys.modules]))"
     )

@@ -29,9 +29,9 @@ from accelerate_lshdp.planning import (
     plan_max_throughput,
     verify_certificate,
 )
-from accelerate_lshdp.planning.bounds import largest_micro_batches_below
-from accelerate_lshdp.planning.digest import profiles_sha256
-from accelerate_lshdp.planning.problem import pose_problem
+from accelerate_lshdp.planning.cuts.bounds import largest_micro_batches_below
+from accelerate_lshdp.planning.cuts.problem import pose_problem
+from accelerate_lshdp.planning.proofs.digest import profiles_sha256
 
 
 def linear(seconds_per_sample: float, largest: int, **more: Any) -> RankProfile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate_lshdp.planning.memory import STATE_BYTES, ZERO_BYTES, ModelCounts, rank_memory
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ZERO_BYTES, ModelCounts, rank_memory
 
 
 def one(strategy: str, counts: ModelCounts, nodes: tuple[int, ...], **options):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from accelerate_lshdp.planning.network import (
+from accelerate_lshdp.documents.network import (
     PAYLOAD_SHARE,
     Collective,
     Link,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate_lshdp.planning.step_simulation import Processors, Segment, Transfer, play_step
+from accelerate_lshdp.planning.cost.step_simulation import Processors, Segment, Transfer, play_step
 
 
 def step(seconds: list[list[float]], transfers: list[Transfer], needs: Sequence[int | None] = ()) -> tuple:

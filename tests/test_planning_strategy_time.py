@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.strategy import STRATEGIES, SharedBy
 from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
-from accelerate_lshdp.planning.network import Link
-from accelerate_lshdp.planning.step_simulation import Processors
-from accelerate_lshdp.planning.strategies import STRATEGIES, SharedBy
-from accelerate_lshdp.planning.strategy_time import predict_step
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.step_simulation import Processors
+from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
 WIRE = Link(0.0, 1e-8)

@@ -17,9 +17,9 @@ from lossy_reductions import (
 )
 from torch import Tensor
 
-from accelerate_lshdp.engine import powersgd_reduction
-from accelerate_lshdp.engine.powersgd_reduction import powersgd_bytes
-from accelerate_lshdp.plan import Communication
+from accelerate_lshdp.documents.plan import Communication
+from accelerate_lshdp.engine.wire import powersgd as powersgd_reduction
+from accelerate_lshdp.engine.wire.powersgd import powersgd_bytes
 
 
 RANK = 2

@@ -17,7 +17,7 @@ from torch import nn
 from training_cases import relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine.marks import would_stay
+from accelerate_lshdp.engine.module_state import would_stay
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from accelerate_lshdp.plan_sections import Cluster, Node
+from accelerate_lshdp.documents.curves import MemoryCurve
+from accelerate_lshdp.documents.plan_sections import Cluster, Node
+from accelerate_lshdp.documents.profile import Profile, ProfileError, read_profiles, write_profiles
+from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.planning.curves import MemoryCurve
-from accelerate_lshdp.planning.step_time import step_times
-from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
-from accelerate_lshdp.profiling.measured import MeasuredRank, MessageTimes, Network, ProfiledScript
+from accelerate_lshdp.planning.cuts.step_time import step_times
 
 
 def a_profile(**changes: Any) -> Profile:
@@ -202,7 +202,7 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> 
 
 
 def test_profiles_are_read_without_torch() -> None:
-    code = "import accelerate_lshdp.profiling.documents, sys; sys.exit('torch' in sys.modules)"
+    code = "import accelerate_lshdp.documents.profile, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
-from accelerate_lshdp.planning.network import shard_all_reduce
+from accelerate_lshdp.documents.network import shard_all_reduce
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.profiling.handling import cpu_seconds_of, fit_handling
 
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from training_cases import collate, image_dataset, image_loss, make_optimizer, tiny_vit
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine.collectives import ExactReduction, PendingReduction
+from accelerate_lshdp.documents.profile_sections import MeasuredRank
+from accelerate_lshdp.engine.wire.reduction import ExactReduction, PendingReduction
 from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks, rehearsal, session
-from accelerate_lshdp.profiling.measured import MeasuredRank
 from accelerate_lshdp.profiling.rank_session import RankSession
 from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, MOST_STEPS, plan_rehearsal
 from accelerate_lshdp.profiling.rehearsed_rank import (

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from training_cases import collate, image_dataset, image_loss, tiny_vit
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.documents.plan import Strategy
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks
 from accelerate_lshdp.profiling.alone import LoneRank

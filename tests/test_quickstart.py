@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from accelerate_lshdp import Plan
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.commands.quickstart_data import load_digit_images
-from accelerate_lshdp.commands.quickstart_report import draw_picture, largest_loss_difference, print_table, saving
-from accelerate_lshdp.commands.quickstart_worker import equal_share
-from accelerate_lshdp.plan_certificate import verify_plan
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.cli.quickstart_data import load_digit_images
+from accelerate_lshdp.cli.quickstart_report import draw_picture, largest_loss_difference, print_table, saving
+from accelerate_lshdp.cli.quickstart_worker import equal_share
 from accelerate_lshdp.planning import RankProfile, TimeCurve, plan_fixed_total
+from accelerate_lshdp.planning.proofs.plan import verify_plan
 
 
 BIN = Path(sys.executable).parent

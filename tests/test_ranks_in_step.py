@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Sampler
 from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.ranks_in_step import PROBLEMS, require_same_step
-from accelerate_lshdp.step_exchange import RankReport
+from accelerate_lshdp.accelerator.ranks_in_step import PROBLEMS, require_same_step
+from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
 class Noted:

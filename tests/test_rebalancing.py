@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerate_lshdp.planning import RankProfile, TimeCurve, plan_fixed_total
-from accelerate_lshdp.planning.learned_curves import LearnedCurve
-from accelerate_lshdp.planning.rebalancing import Decision, Rebalancer
+from accelerate_lshdp.planning.online.learned_curves import LearnedCurve
+from accelerate_lshdp.planning.online.rebalancing import Decision, Rebalancer
 
 
 def equal_split(total: int, ranks: int) -> list[int]:
@@ -630,6 +630,6 @@ def test_after_one_size_time_is_proportional() -> None:
 
 
 def test_rebalancing_needs_no_torch() -> None:
-    check = "import sys, accelerate_lshdp.planning.rebalancing; sys.exit('torch' in sys.modules)"
+    check = "import sys, accelerate_lshdp.planning.online.rebalancing; sys.exit('torch' in sys.modules)"
     blocked = "import sys; sys.modules['accelerate'] = None; "
     assert subprocess.run([sys.executable, "-c", blocked + check], timeout=60).returncode == 0

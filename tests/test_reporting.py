@@ -19,8 +19,8 @@ from benchmark_results import FEW, MANY, NETWORKS, SPEEDS, make_case, make_faile
 
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.benchmarking.measurement import Measurement
-from accelerate_lshdp.reporting import gallery, print_results, read_results, write_report
-from accelerate_lshdp.reporting.comparison import (
+from accelerate_lshdp.comparing.report import gallery, print_results, read_results, write_report
+from accelerate_lshdp.comparing.report.comparison import (
     Group,
     describe_fastest,
     group_cases,
@@ -28,13 +28,13 @@ from accelerate_lshdp.reporting.comparison import (
     own_speeds,
     scaling_efficiency,
 )
-from accelerate_lshdp.reporting.gallery import Picture, draw_pictures
-from accelerate_lshdp.reporting.markdown import render_markdown
-from accelerate_lshdp.reporting.numbers import format_number
-from accelerate_lshdp.reporting.page import render_page
-from accelerate_lshdp.reporting.results import Results, ResultsError
-from accelerate_lshdp.reporting.style import Missing
-from accelerate_lshdp.reporting.tables import detail_table, limits_table, step_table
+from accelerate_lshdp.comparing.report.gallery import Picture, draw_pictures
+from accelerate_lshdp.comparing.report.markdown import render_markdown
+from accelerate_lshdp.comparing.report.numbers import format_number
+from accelerate_lshdp.comparing.report.page import render_page
+from accelerate_lshdp.comparing.report.results import Results, ResultsError
+from accelerate_lshdp.comparing.report.style import Missing
+from accelerate_lshdp.comparing.report.tables import detail_table, limits_table, step_table
 
 
 HOSTILE = "<script>alert('x')</script> & [red]|`_*"
@@ -424,7 +424,7 @@ def test_without_matplotlib_tables_are_written_and_the_page_says_what_to_install
 def test_needs_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[2])\n"
-        "from accelerate_lshdp.reporting import write_report\n"
+        "from accelerate_lshdp.comparing.report import write_report\n"
         "from benchmark_results import make_results\n"
         "write_report(make_results(), sys.argv[1])\n"
         "assert not {'torch', 'accelerate', 'matplotlib.pyplot'} & set(sys.modules)\n"

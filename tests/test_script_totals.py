@@ -26,7 +26,7 @@ from transformers import get_scheduler
 from workers import WorkerError
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.run import replace_accelerator
+from accelerate_lshdp.accelerator.replacement import replace_accelerator
 
 
 TIMEOUT_SECONDS = 60
@@ -360,7 +360,7 @@ def own_loop() -> tuple[dict[str, list[int]], int, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.preparing").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.preparing").addHandler(handler)
     accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([7, 5], strategy="ddp"))
     model, first, second = make_model().eval(), make_loader(), make_loader(shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from checkpoint_cases import assert_same, full_state, layout, objects, visible
 from test_checkpoint_files import fill, leave, names, put
 
-from accelerate_lshdp.engine import checkpoint, checkpoint_files, shared_folder
-from accelerate_lshdp.engine.checkpoint import load_checkpoint, save_checkpoint
-from accelerate_lshdp.engine.checkpoint_files import (
+from accelerate_lshdp.checkpoint import folder as checkpoint_files
+from accelerate_lshdp.checkpoint import run_state as checkpoint
+from accelerate_lshdp.checkpoint import shared_folder
+from accelerate_lshdp.checkpoint.folder import (
     Manifest,
     commit,
     drop,
@@ -31,9 +32,10 @@ from accelerate_lshdp.engine.checkpoint_files import (
     search,
     token_path,
 )
-from accelerate_lshdp.engine.checkpoint_lock import lock_path
-from accelerate_lshdp.engine.checkpoint_numbers import drop_oldest
-from accelerate_lshdp.engine.shared_folder import remove_tree, wait_until
+from accelerate_lshdp.checkpoint.lock import lock_path
+from accelerate_lshdp.checkpoint.numbers import drop_oldest
+from accelerate_lshdp.checkpoint.run_state import load_checkpoint, save_checkpoint
+from accelerate_lshdp.checkpoint.shared_folder import remove_tree, wait_until
 
 
 OLD = time.time() - 7200

@@ -31,9 +31,9 @@ from transformers.trainer_pt_utils import (
 from workers import WorkerError
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
-from accelerate_lshdp.data_checks import own_batch_sampler, refuse_sharded_order
-from accelerate_lshdp.other_engines import fsdp_choices_without_effect, refuse_other_engines
-from accelerate_lshdp.trainer_checks import check_arguments
+from accelerate_lshdp.accelerator.other_engines import fsdp_choices_without_effect, refuse_other_engines
+from accelerate_lshdp.data.sampler_checks import own_batch_sampler, refuse_sharded_order
+from accelerate_lshdp.trainer.checks import check_arguments
 
 
 TIMEOUT_SECONDS = 60
@@ -126,7 +126,7 @@ def train(loader_keywords: dict[str, Any]) -> tuple[int, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.data_loader").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.data.loader").addHandler(handler)
     try:
         accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([3, 1], strategy="ddp"))
         model = torch.nn.Linear(WIDTH, 1)
@@ -140,7 +140,7 @@ def train(loader_keywords: dict[str, Any]) -> tuple[int, list[str]]:
             optimizer.zero_grad()
         return accelerator.completed_steps, told
     finally:
-        logging.getLogger("accelerate_lshdp.data_loader").removeHandler(handler)
+        logging.getLogger("accelerate_lshdp.data.loader").removeHandler(handler)
 
 
 def train_on_shards() -> None:

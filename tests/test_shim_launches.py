@@ -136,7 +136,7 @@ def test_accelerate_launch(folder: Path) -> None:
 @pytest.mark.slow
 def test_own_launch(folder: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "accelerate_lshdp.commands.main", "launch", "--plan", str(folder / "plan.json"),
+        [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", "--plan", str(folder / "plan.json"),
          "--main-port", str(free_port()), "-m", "package.train", "--end", "raise"],
         cwd=folder / "project",
         env=base_environment(),

@@ -12,10 +12,10 @@ from exactness import prepared
 from training_cases import CASES
 
 from accelerate_lshdp import LSDPPlugin, Plan
-from accelerate_lshdp.engine.collectives import WaitClock
+from accelerate_lshdp.accelerator.step_statistics import StepStatistics, StepTimer
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.step_exchange import RankReport
-from accelerate_lshdp.step_statistics import StepStatistics, StepTimer
+from accelerate_lshdp.runtime.step_exchange import RankReport
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 LATE = 0.25

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerate_lshdp.engine.sharding import ShardedModel, _Unit
+from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel, _Unit
 
 
 class DeviceTensor:

@@ -12,11 +12,11 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig, ConfigError
-from accelerate_lshdp.commands.launch_config import read_launch_config
-from accelerate_lshdp.commands.main import main
-from accelerate_lshdp.emulated_cluster.description import ClusterDescription
-from accelerate_lshdp.plan_validation import PlanError
-from accelerate_lshdp.strict_reading import parse_yaml, read_yaml
+from accelerate_lshdp.cli.launch_config import read_launch_config
+from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.documents.cluster import ClusterDescription
+from accelerate_lshdp.documents.strict_reading import parse_yaml, read_yaml
+from accelerate_lshdp.documents.value_checks import PlanError
 
 
 def bomb() -> str:

@@ -20,7 +20,7 @@ from transformers import BertForSequenceClassification, GPT2LMHeadModel, Trainer
 from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPAccelerator, LSHDPCallback, LSHDPTrainer, Plan
-from accelerate_lshdp.backend import join_launched_ranks
+from accelerate_lshdp.runtime.backend import join_launched_ranks
 
 
 SIZES = [(3, 2), (2, 1)]
@@ -68,7 +68,7 @@ def best_model_of_one_node(folder: str) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    for name in ("accelerate_lshdp.trainer", "accelerate_lshdp.trainer_checks"):
+    for name in ("accelerate_lshdp.trainer", "accelerate_lshdp.trainer.checks"):
         logging.getLogger(name).addHandler(handler)
     options: dict[str, Any] = {"max_steps": 2, "load_best_model_at_end": True, "save_only_model": True}
     for kind in ("eval", "save"):

@@ -21,7 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPTrainer, LSHDPTrainerMixin, Plan
-from accelerate_lshdp.loss_parts import halvings, undisturbed
+from accelerate_lshdp.accelerator.losses.parts import halvings, undisturbed
 from accelerate_lshdp.trainer.loss_trials import _alone
 
 

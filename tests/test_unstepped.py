@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.accelerator.unstepped_gradients import UnsteppedGradients
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.unstepped import UnsteppedGradients
 
 
 shared = pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,))])

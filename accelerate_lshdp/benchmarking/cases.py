@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.documents.plan import Strategy
 
 
 EQUAL, PLAN = "equal", "plan"

@@ -12,8 +12,9 @@ from typing import Any
 
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, STRATEGIES, Case
 from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
-from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NetworkDescription, NodeDescription
-from accelerate_lshdp.plan_validation import (
+from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.strict_reading import read_yaml
+from accelerate_lshdp.documents.value_checks import (
     PlanError,
     at_key,
     describe,
@@ -26,7 +27,6 @@ from accelerate_lshdp.plan_validation import (
     require_number,
     require_object,
 )
-from accelerate_lshdp.strict_reading import read_yaml
 
 
 MODEL_KINDS = ("vit", "gpt2")

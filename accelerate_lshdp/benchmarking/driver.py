@@ -25,11 +25,11 @@ from accelerate_lshdp.benchmarking.planned import (
 )
 from accelerate_lshdp.benchmarking.rank_processes import RankError
 from accelerate_lshdp.benchmarking.speed_check import Speed, speed_of
+from accelerate_lshdp.documents.profile import Profile
+from accelerate_lshdp.documents.profile_sections import read_network
 from accelerate_lshdp.emulated_cluster import ClusterError
 from accelerate_lshdp.planning import PlanningError
-from accelerate_lshdp.planning.cluster_model import ModelSize
-from accelerate_lshdp.profiling.documents import Profile
-from accelerate_lshdp.profiling.measured import read_network
+from accelerate_lshdp.planning.cost.cluster_model import ModelSize
 
 
 START_SECONDS = 180.0

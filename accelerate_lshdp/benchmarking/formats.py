@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
-from accelerate_lshdp.engine.reductions import make_reduction, make_second_group, wire_bytes
-from accelerate_lshdp.plan_sections import Communication
+from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group, wire_bytes
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.profiling.handling import SIZES, cpu_seconds_of
 
 

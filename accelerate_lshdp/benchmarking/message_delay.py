@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.groups import momentary_group
+from accelerate_lshdp.runtime.groups import momentary_group
 
 
 # In eight measurements on one cluster, delays were 1.1 to 2.8 ms with 3 repeats, and all but one 1.0 to 2.0 with 9.

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate_lshdp.engine.groups import momentary_group
+from accelerate_lshdp.runtime.groups import momentary_group
 
 
 _REPEATS = 5

@@ -171,8 +171,8 @@ class Rank:
 
     def uses_shared_memory(self) -> bool:
         """Whether node-sharded strategies exchange through shared memory inside this node."""
+        from accelerate_lshdp.documents.plan import Strategy
         from accelerate_lshdp.engine.policies import Mechanism, choose_mechanism
-        from accelerate_lshdp.plan import Strategy
 
         mechanism = choose_mechanism(Strategy.LSDP, self.profiling.topology, "cpu", "auto")
         return mechanism is Mechanism.NODE_SHARED
@@ -252,7 +252,7 @@ class Rank:
 
     def forget_groups(self) -> None:
         """After a training that failed: what comes next must not meet what is left of its messages."""
-        from accelerate_lshdp.engine.groups import ProcessGroups
+        from accelerate_lshdp.runtime.groups import ProcessGroups
 
         ProcessGroups.forget()
 

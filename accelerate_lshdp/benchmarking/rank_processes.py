@@ -23,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.ending import end_with
+from accelerate_lshdp.runtime.parent_death import end_with
 
 
 #: Seconds that the other ranks get to answer after the first one raised.

@@ -35,7 +35,7 @@ class Training:
         timeline: Timeline,
     ) -> None:
         # It says that the plan's sizes replace the loader's, which is the point here.
-        logging.getLogger("accelerate_lshdp.data_loader").setLevel(logging.ERROR)
+        logging.getLogger("accelerate_lshdp.data.loader").setLevel(logging.ERROR)
         self.accelerator = LSHDPAccelerator(plan=plan)
         self.timeline = timeline
         timeline.note_waits(self.accelerator._clock)

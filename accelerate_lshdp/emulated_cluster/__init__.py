@@ -6,8 +6,8 @@ Network namespaces, a bridge and ``tc`` make the network, cgroups make the nodes
 
 from __future__ import annotations
 
+from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
 from accelerate_lshdp.emulated_cluster.cluster import EmulatedCluster, Node
-from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NetworkDescription, NodeDescription
 from accelerate_lshdp.emulated_cluster.network import Traffic
 from accelerate_lshdp.emulated_cluster.system import ClusterError
 

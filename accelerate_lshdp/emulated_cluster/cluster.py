@@ -18,8 +18,8 @@ from shutil import which
 from types import FrameType
 from typing import Any
 
+from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
 from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
-from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NetworkDescription, NodeDescription
 from accelerate_lshdp.emulated_cluster.network import INTERFACE, ClusterNetwork, Traffic
 from accelerate_lshdp.emulated_cluster.running import run_on_nodes
 from accelerate_lshdp.emulated_cluster.system import ClusterError

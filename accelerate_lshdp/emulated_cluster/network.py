@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from accelerate_lshdp.emulated_cluster.description import NetworkDescription
+from accelerate_lshdp.documents.cluster import NetworkDescription
 from accelerate_lshdp.emulated_cluster.system import PREFIX, ClusterError, call, is_leftover, unique_name
 
 

@@ -1,1 +1,2 @@
-"""The torch side: topology, FSDP2 policies, collectives, clipping, checkpoints and a clean shutdown."""
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""From a model to gradients that are final on every rank. Imports nothing of accelerate or transformers."""

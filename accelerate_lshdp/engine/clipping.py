@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate_lshdp.engine.node_reduction import NodeReduction
-from accelerate_lshdp.engine.node_shared import NodeOwnership
-from accelerate_lshdp.engine.node_table import Meeting
+from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
+from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.table import Meeting
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accelerate_lshdp.engine.failures import failures_explained
-from accelerate_lshdp.engine.marks import leave_hooks_out
+from accelerate_lshdp.engine.module_state import leave_hooks_out
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.runtime.failures import failures_explained
 
 
 class _Loading:

@@ -7,24 +7,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from accelerate_lshdp.engine.buckets import LARGEST_BYTES
-from accelerate_lshdp.engine.collectives import (
-    GradientReduction,
-    TimedAllGather,
-    TimedReduceScatter,
-    WaitClock,
-)
-from accelerate_lshdp.engine.groups import ProcessGroups, world_timeout
-from accelerate_lshdp.engine.node_shared import NodeSharedModel
+from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
-from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
-from accelerate_lshdp.engine.replication import ReplicatedModel
-from accelerate_lshdp.engine.sharding import ShardedModel
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.engine.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
+from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel
+from accelerate_lshdp.engine.stores.shared.store import NodeSharedModel
+from accelerate_lshdp.engine.stores.whole import ReplicatedModel
 from accelerate_lshdp.engine.units import choose_units
-from accelerate_lshdp.plan_sections import Communication
+from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
+from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, TimedAllGather, TimedReduceScatter
+from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
+from accelerate_lshdp.runtime.groups import ProcessGroups, world_timeout
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}

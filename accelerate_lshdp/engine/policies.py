@@ -11,10 +11,10 @@ from enum import Enum
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from accelerate_lshdp.engine.node_memory import NodeMemory
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.option_advice import option_advice
-from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemory
+from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.topology import Topology
 
 
 _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

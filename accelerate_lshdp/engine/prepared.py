@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine.batch_statistics import RunningStatistics
-from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.engine.batch_norm import RunningStatistics
 from accelerate_lshdp.engine.local_gradients import LocalGradients
-from accelerate_lshdp.engine.marks import PREPARED, Link, mark
+from accelerate_lshdp.engine.module_state import PREPARED, Link, mark
+from accelerate_lshdp.engine.wire.reduction import GradientReduction
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 class PreparedModel(ABC):

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.emulated_cluster.description import ClusterDescription, NodeDescription
+from accelerate_lshdp.documents.cluster import ClusterDescription, NodeDescription
+from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.strict_reading import read_yaml
+from accelerate_lshdp.documents.value_checks import describe
 from accelerate_lshdp.estimation.devices import (
     CORE_FLOPS,
     CORE_OPTIMIZER_SECONDS,
     Device,
     find_device,
 )
-from accelerate_lshdp.plan_validation import describe
-from accelerate_lshdp.planning.network import Link
-from accelerate_lshdp.strict_reading import read_yaml
 
 
 _REAL = ("device", "tflops", "device_memory")

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK
+from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_traits
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
-from accelerate_lshdp.plan_sections import POWERSGD_RANK
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
-from accelerate_lshdp.planning.cluster_model import ClusterModel, Handling, ModelSize
-from accelerate_lshdp.planning.memory import STATE_BYTES, RankMemory, rank_memory
-from accelerate_lshdp.planning.network import Link
-from accelerate_lshdp.planning.step_simulation import Processors
-from accelerate_lshdp.planning.strategies import SharedBy, group_sizes, strategy_traits
-from accelerate_lshdp.planning.strategy_time import StepPrediction, predict_step
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, RankMemory, rank_memory
+from accelerate_lshdp.planning.cost.step_simulation import Processors
+from accelerate_lshdp.planning.cost.strategy_time import StepPrediction, predict_step
 
 
 STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")

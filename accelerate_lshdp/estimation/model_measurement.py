@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.estimation.model_sources import model_class_of
-from accelerate_lshdp.planning.memory import ModelCounts
+from accelerate_lshdp.planning.cost.memory import ModelCounts
 
 
 if TYPE_CHECKING:

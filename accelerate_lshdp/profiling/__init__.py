@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 
 _MODULE_OF = {
-    "Profile": "accelerate_lshdp.profiling.documents",
-    "ProfileError": "accelerate_lshdp.profiling.documents",
+    "Profile": "accelerate_lshdp.documents.profile",
+    "ProfileError": "accelerate_lshdp.documents.profile",
     "ProfilingOptions": "accelerate_lshdp.profiling.session",
     "Slowdown": "accelerate_lshdp.profiling.emulation",
     "Subject": "accelerate_lshdp.profiling.subject",
     "probe_sizes": "accelerate_lshdp.profiling.probing",
     "profile_ranks": "accelerate_lshdp.profiling.session",
-    "read_profiles": "accelerate_lshdp.profiling.documents",
-    "write_profiles": "accelerate_lshdp.profiling.documents",
+    "read_profiles": "accelerate_lshdp.documents.profile",
+    "write_profiles": "accelerate_lshdp.documents.profile",
 }
 __all__ = [
     "Profile",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.profiling.documents import Profile, ProfileError, read_profiles, write_profiles
+    from accelerate_lshdp.documents.profile import Profile, ProfileError, read_profiles, write_profiles
     from accelerate_lshdp.profiling.emulation import Slowdown
     from accelerate_lshdp.profiling.probing import probe_sizes
     from accelerate_lshdp.profiling.session import ProfilingOptions, profile_ranks

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
-from accelerate_lshdp.engine.collectives import GradientReduction, WaitClock
+from accelerate_lshdp.documents.plan import Strategy
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.plan import Strategy
+from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.profiling.subject import Subject, fresh
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
 
 #: What stands in for strategies that communicate in the forward and backward.
 _MEASURED_AS = {

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from accelerate_lshdp.engine.collectives import waited_seconds
+from accelerate_lshdp.runtime.wait_clock import waited_seconds
 
 
 class Slowdown:

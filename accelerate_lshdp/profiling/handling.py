@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from accelerate_lshdp.engine.collectives import GradientReduction
-from accelerate_lshdp.planning.cluster_model import Handling
-from accelerate_lshdp.planning.network import Collective, ring_all_reduce
+from accelerate_lshdp.documents.network import Collective, ring_all_reduce
+from accelerate_lshdp.engine.wire.reduction import GradientReduction
+from accelerate_lshdp.planning.cost.cluster_model import Handling
 
 
 #: Bytes of gradients: small ones show what a collective costs, large ones what bytes do.

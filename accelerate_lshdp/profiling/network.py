@@ -10,9 +10,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.topology import Topology
+from accelerate_lshdp.documents.profile_sections import MessageTimes, Network
 from accelerate_lshdp.profiling.line_fit import fit_line
-from accelerate_lshdp.profiling.measured import MessageTimes, Network
+from accelerate_lshdp.runtime.topology import Topology
 
 
 #: Bytes. Small ones show the latency, large ones the bandwidth.

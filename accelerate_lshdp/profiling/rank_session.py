@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accelerate_lshdp.planning.curves import MemoryCurve, TimeCurve
+from accelerate_lshdp.documents.curves import MemoryCurve, TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.noise import significant_median

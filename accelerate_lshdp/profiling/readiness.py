@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction
-from accelerate_lshdp.engine.reductions import wire_bytes
-from accelerate_lshdp.plan_sections import Communication
-from accelerate_lshdp.planning.curves import TimeCurve
+from accelerate_lshdp.documents.curves import TimeCurve
+from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.engine.wire.formats import wire_bytes
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 
 
 class _NothingToWaitFor(PendingReduction):

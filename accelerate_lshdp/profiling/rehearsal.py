@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.collectives import GradientReduction, PendingReduction, WaitClock
-from accelerate_lshdp.engine.groups import new_group
+from accelerate_lshdp.documents.curves import TimeCurve
+from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.policies import ShardingPolicies
-from accelerate_lshdp.engine.reductions import make_reduction, make_second_group
-from accelerate_lshdp.plan_sections import Communication
-from accelerate_lshdp.planning.curves import TimeCurve
+from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+from accelerate_lshdp.runtime.groups import new_group
+from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 MOST_STEPS = 30

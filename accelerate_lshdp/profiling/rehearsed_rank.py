@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
 
-from accelerate_lshdp.profiling.measured import MeasuredRank
+from accelerate_lshdp.documents.profile_sections import MeasuredRank
 from accelerate_lshdp.profiling.noise import significant_median
 
 

@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.agreement import raise_together
-from accelerate_lshdp.engine.cpu_cores import cpu_quota
+from accelerate_lshdp.documents.curves import TimeCurve
+from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.plan_sections import Cluster, Node
+from accelerate_lshdp.documents.profile import Profile
+from accelerate_lshdp.documents.profile_sections import MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
-from accelerate_lshdp.engine.topology import Topology
-from accelerate_lshdp.plan import Strategy
-from accelerate_lshdp.plan_sections import Cluster, Node
 from accelerate_lshdp.planning import PlanningError, plan_fixed_total
-from accelerate_lshdp.planning.curves import TimeCurve
 from accelerate_lshdp.profiling.alone import LoneRank
-from accelerate_lshdp.profiling.documents import Profile
-from accelerate_lshdp.profiling.measured import MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.noise import seconds_without_noise
@@ -33,10 +30,13 @@ from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, SharedP
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedRank
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
+from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.cpu_cores import cpu_quota
+from accelerate_lshdp.runtime.topology import Topology
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
 
 #: By which part of the time each phase has to end; steps are rehearsed in the rest.
 _CURVES_END, _STEPS_END, _NETWORK_END = 0.55, 0.65, 0.73

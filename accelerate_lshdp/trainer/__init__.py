@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from accelerate_lshdp.plan import PLAN_VARIABLE, Plan
+from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan
 
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def install(plan: Plan | str | os.PathLike[str] | None = None) -> None:
     Raises:
         PlanError: the plan cannot be read.
     """
-    from accelerate_lshdp.backend import join_launched_ranks, prepare_environment
-    from accelerate_lshdp.run import replace_accelerator
+    from accelerate_lshdp.accelerator.replacement import replace_accelerator
+    from accelerate_lshdp.runtime.backend import join_launched_ranks, prepare_environment
 
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)

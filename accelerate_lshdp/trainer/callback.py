@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accelerate_lshdp.backend import prepare_at_first_state
+from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.runtime.backend import prepare_at_first_state
 from accelerate_lshdp.trainer import install
 
 

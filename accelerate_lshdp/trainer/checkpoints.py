@@ -21,11 +21,11 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
-from accelerate_lshdp import data
-from accelerate_lshdp.data_loader import HeterogeneousDataLoader
-from accelerate_lshdp.engine.checkpoint import LoadedCheckpoint
-from accelerate_lshdp.engine.checkpoint_exchange import all_objects
-from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.checkpoint.run_state import LoadedCheckpoint
+from accelerate_lshdp.data import prepare
+from accelerate_lshdp.data.loader import HeterogeneousDataLoader
+from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.runtime.object_exchange import all_objects
 from accelerate_lshdp.trainer.accumulation import accumulation_of_script
 
 
@@ -184,7 +184,7 @@ def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batche
     """Replaces the function that the Trainer calls: goes on at the restored position, if there is one, in samples."""
     if not isinstance(dataloader, HeterogeneousDataLoader):
         return original(dataloader, num_batches)
-    return data.skip_first_batches(dataloader, None if dataloader.has_restored_position else num_batches)
+    return prepare.skip_first_batches(dataloader, None if dataloader.has_restored_position else num_batches)
 
 
 def _load_best_model(original: Callable[..., Any], self: Trainer) -> None:

@@ -16,14 +16,14 @@ import torch
 from transformers import Trainer, trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from accelerate_lshdp.accelerator import LSHDPAccelerator
-from accelerate_lshdp.data_loader import EVALUATION, TRAINING, HeterogeneousDataLoader
+from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+from accelerate_lshdp.data.loader import EVALUATION, TRAINING, HeterogeneousDataLoader
+from accelerate_lshdp.data.weighting import weigh
 from accelerate_lshdp.trainer import checkpoints
 from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_accumulation, script_steps
+from accelerate_lshdp.trainer.checks import check_arguments, check_train_loader, warn_of_weighting
 from accelerate_lshdp.trainer.losses import TrainerLosses
 from accelerate_lshdp.trainer.statistics import step_logs
-from accelerate_lshdp.trainer_checks import check_arguments, check_train_loader, warn_of_weighting
-from accelerate_lshdp.weighting import weigh
 
 
 def correct_trainer() -> None:

@@ -21,9 +21,9 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from accelerate_lshdp.engine.checkpoint_exchange import all_objects
-from accelerate_lshdp.loss_forwards import Forward
-from accelerate_lshdp.loss_parts import Composition, halvings, undisturbed
+from accelerate_lshdp.accelerator.losses.forwards import Forward
+from accelerate_lshdp.accelerator.losses.parts import Composition, halvings, undisturbed
+from accelerate_lshdp.runtime.object_exchange import all_objects
 
 
 if TYPE_CHECKING:

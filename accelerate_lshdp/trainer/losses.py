@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate_lshdp.data_places import MicroBatchPlace
-from accelerate_lshdp.loss_parts import Composition
+from accelerate_lshdp.accelerator.losses.parts import Composition
+from accelerate_lshdp.data.place import MicroBatchPlace
+from accelerate_lshdp.data.weighting import IGNORED_LABEL
 from accelerate_lshdp.trainer.loss_trials import LossTrials
-from accelerate_lshdp.weighting import IGNORED_LABEL
 
 
 if TYPE_CHECKING:

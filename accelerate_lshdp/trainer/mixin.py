@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, trainer
 
-from accelerate_lshdp.accelerator import LSHDPAccelerator
-from accelerate_lshdp.backend import join_launched_ranks, prepare_at_first_state, prepare_environment
-from accelerate_lshdp.plan import Plan
+from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.runtime.backend import join_launched_ranks, prepare_at_first_state, prepare_environment
 
 
 if TYPE_CHECKING:

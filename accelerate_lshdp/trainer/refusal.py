@@ -36,7 +36,7 @@ class RefusedAccelerator:
             raise AttributeError(f"this {type(trainer).__name__} has no accelerator yet") from None
 
     def __set__(self, trainer: Trainer, accelerator: Accelerator) -> None:
-        from accelerate_lshdp.accelerator import LSHDPAccelerator
+        from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
 
         if isinstance(accelerator, LSHDPAccelerator):
             raise RuntimeError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
 
 
 def step_logs(accelerator: LSHDPAccelerator) -> dict[str, float]:

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from accelerate_lshdp import Plan, Strategy
-from accelerate_lshdp.data_cut import GlobalBatchCut
+from accelerate_lshdp.comparing.report.style import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, hide_frame, new_figure
+from accelerate_lshdp.data.cut import GlobalBatchCut
 from accelerate_lshdp.engine.policies import resolve_policies
-from accelerate_lshdp.engine.topology import Topology
 from accelerate_lshdp.profiling import Profile
-from accelerate_lshdp.reporting.style import BLUE, DPI, GREEN, GREY, ORANGE, PALETTE, hide_frame, new_figure
+from accelerate_lshdp.runtime.topology import Topology
 
 
 HERE = Path(__file__).resolve().parent

@@ -4,8 +4,8 @@
 Every `Accelerator` of such a process is ours, as under `accelerate_lshdp.run`.
 """
 
-from accelerate_lshdp.after_import import after_import
-from accelerate_lshdp.run import change_accelerate
+from accelerate_lshdp.shim.after_import import after_import
+from accelerate_lshdp.shim.changes import change_accelerate
 
 
 after_import("accelerate", change_accelerate)

@@ -1,0 +1,263 @@
+"""What is in a checkpoint: the files, and of which tensors and values each is made.
+
+| file | holds |
+|---|---|
+| ``model_0.safetensors`` | full parameters and persistent buffers under their module names; tied ones once |
+| ``optimizer_0.safetensors`` | full optimizer state, as ``training.json`` assigns it to parameters |
+| ``training.json`` | aliases of tied parameters, optimizers, schedulers, scaler, loaders, registered objects, extra |
+| ``training.safetensors`` | the tensors of those values |
+| ``random_states.safetensors`` | the generators of all ranks |
+| ``rank_tensors.safetensors`` | tensors that belong to one rank: ``extra_tensors``, and buffers where ranks differ |
+| ``custom_0.pickle`` | a registered object that is more than JSON and tensors; only with ``trust_checkpoint`` |
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_lshdp.checkpoint import optimizer as checkpoint_optimizer
+from accelerate_lshdp.checkpoint import owned_optimizer as checkpoint_owned
+from accelerate_lshdp.checkpoint import rng as checkpoint_rng
+from accelerate_lshdp.checkpoint.model import ModelTensors
+from accelerate_lshdp.checkpoint.owned_optimizer import DescribedOptimizer
+from accelerate_lshdp.checkpoint.stream import TensorSource
+from accelerate_lshdp.checkpoint.tensors import TensorEntry
+from accelerate_lshdp.checkpoint.typed_json import NotPlainError, encode
+from accelerate_lshdp.runtime.object_exchange import (
+    NodeLayout,
+    all_objects,
+    as_bytes,
+    failing_together,
+    object_from,
+)
+
+
+@dataclass
+class TrainingObjects:
+    """All that a run is made of.
+
+    Attributes:
+        models: prepared or plain; parameters are tensors or DTensors.
+        optimizers: torch optimizers over parameters of `models`.
+        schedulers: with `state_dict` and `load_state_dict`.
+        scaler: the gradient scaler of fp16, or None.
+        loaders: position of each data loader, as JSON; given and returned.
+        custom: registered objects with `state_dict` and `load_state_dict`; rank 0's state is saved.
+        extra: values of the run, as JSON; rank 0's are saved.
+        extra_tensors: tensors of this rank alone, such as error feedback.
+        left_out: indices of models that are neither saved nor restored here: hooks of the script do it. The others
+            count from 0 in a checkpoint.
+    """
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    scaler: Any | None = None
+    loaders: list[dict] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)
+    extra: dict = field(default_factory=dict)
+    extra_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
+
+
+@dataclass
+class Contents:
+    """What every node writes: tensors by file, and whole small files."""
+
+    tensors: dict[str, list[TensorSource]]
+    files: dict[str, bytes]
+
+
+#: Prefix of `extra_tensors` below `rank_path`.
+EXTRA = "extra/"
+
+
+def rank_path(rank: int, name: str) -> str:
+    """Name in ``rank_tensors.safetensors`` of a tensor of one rank."""
+    return f"rank_{rank}/{name}"
+
+
+def buffer_path(model: int, name: str) -> str:
+    """Name of a buffer below `rank_path`."""
+    return f"buffers/model_{model}/{name}"
+
+
+def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool) -> Contents:
+    """Describes all that is to be saved, the same on all ranks (collective). Nothing is copied or gathered yet.
+
+    Raises:
+        RuntimeError: on all ranks, if something cannot be saved or ranks have different models or optimizers.
+    """
+    own: dict[str, list[TensorSource]] = {}
+    shared: dict[str, torch.Tensor] = {}
+    document: dict[str, Any] = {}
+    pickles: dict[str, bytes] = {}
+    random_state = checkpoint_rng.capture(layout.device)
+    with failing_together("collecting what is to be saved"):
+        everything = [ModelTensors.of(model) for model in objects.models]
+        names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
+        models = [model for index, model in enumerate(everything) if index not in objects.left_out]
+        for index, model in enumerate(models):
+            own[f"model_{index}.safetensors"] = [TensorSource.of(*item) for item in model.tensors.items()]
+        document["models"] = [
+            {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
+            for index, model in enumerate(models)
+        ]
+        if objects.left_out:
+            document["left_out"] = sorted(objects.left_out)
+        described = []
+        for index, optimizer in enumerate(objects.optimizers):
+            found, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")
+            described.append(DescribedOptimizer(found, [TensorSource.of(*item) for item in tensors.items()]))
+        schedulers = [scheduler.state_dict() for scheduler in objects.schedulers]
+        document["schedulers"] = encode(schedulers, "schedulers", shared)
+        scaler = None if objects.scaler is None else objects.scaler.state_dict()
+        document["scaler"] = encode(scaler, "scaler", shared)
+        document["loaders"] = encode(objects.loaders, "loaders", shared)
+        document["extra"] = encode(objects.extra, "extra", shared)
+        document["custom"] = [
+            _describe_custom(index, thing, trust_checkpoint, shared, pickles)
+            for index, thing in enumerate(objects.custom)
+        ]
+    described = checkpoint_owned.complete(objects.optimizers, described, names)
+    with failing_together("collecting what is to be saved"):
+        document["optimizers"] = [optimizer.document for optimizer in described]
+        own |= {f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)}
+        mine = _RankDescription(
+            own={file: [source.entry for source in sources] for file, sources in own.items()},
+            buffers={
+                buffer_path(index, name): zlib.crc32(as_bytes(buffer.cpu()).numpy())
+                for index, model in enumerate(models)
+                for name, buffer in model.buffers.items()
+                if not isinstance(buffer, DTensor)
+            },
+            extra=[TensorSource.of(*item).entry for item in objects.extra_tensors.items()],
+            random_state=random_state,
+        )
+    told: list[_RankDescription] = all_objects(mine)
+    with failing_together("comparing what ranks are to save"):
+        _check_same(told)
+    document, pickles, entries = object_from(
+        0,
+        (document, pickles, [(TensorSource.of(*item).entry, isinstance(item[1], DTensor)) for item in shared.items()]),
+    )
+    with failing_together("collecting what is to be saved"):
+        shared_sources = [_shared_source(entry, sharded, shared) for entry, sharded in entries]
+    random_tensors: dict[str, torch.Tensor] = {}
+    states = [description.random_state for description in told]
+    document["random_states"] = encode(states, "random_states", random_tensors)
+    buffers = {
+        buffer_path(index, name): buffer
+        for index, model in enumerate(models)
+        for name, buffer in model.buffers.items()
+    }
+    differing = [path for path in told[0].buffers if len({description.buffers[path] for description in told}) > 1]
+    tensors = {
+        **_with_buffers_of_rank_0(own, differing),
+        "training.safetensors": shared_sources,
+        "random_states.safetensors": [TensorSource.of(*item) for item in random_tensors.items()],
+        "rank_tensors.safetensors": [
+            *_buffer_sources({path: buffers[path] for path in differing}, layout),
+            *_extra_sources([description.extra for description in told], objects.extra_tensors, layout),
+        ],
+    }
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    return Contents(tensors, {"training.json": text.encode(), **pickles})
+
+
+@dataclass(frozen=True)
+class _RankDescription:
+    own: dict[str, list[TensorEntry]]
+    buffers: dict[str, int]
+    extra: list[TensorEntry]
+    random_state: dict[str, Any]
+
+
+def _describe_custom(
+    index: int, thing: Any, trust_checkpoint: bool, shared: dict[str, torch.Tensor], pickles: dict[str, bytes]
+) -> dict[str, Any]:
+    state = thing.state_dict()
+    kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        encoded = encode(state, f"custom_{index}", tensors)
+    except NotPlainError as error:
+        if not trust_checkpoint:
+            raise NotPlainError(
+                f"the state_dict of registered object {index} ({kind}) cannot be saved without pickle: {error}. "
+                "Return JSON values and tensors, or pass trust_checkpoint=True if you trust all who can write there"
+            ) from error
+        pickles[f"custom_{index}.pickle"] = pickle.dumps(state)
+        return {"type": kind, "pickle": f"custom_{index}.pickle"}
+    shared.update(tensors)
+    return {"type": kind, "state": encoded}
+
+
+def _check_same(told: Sequence[_RankDescription]) -> None:
+    """Raises ValueError if a rank's models or optimizers have other tensors than rank 0's."""
+    for rank, description in enumerate(told):
+        if description.own.keys() != told[0].own.keys():
+            raise ValueError(
+                f"rank 0 would write {sorted(told[0].own)}, rank {rank} would write {sorted(description.own)}"
+            )
+        for file, entries in description.own.items():
+            if entries != told[0].own[file]:
+                differing = set(entries) ^ set(told[0].own[file])
+                first = min(differing, key=lambda entry: entry.name, default=None)
+                what = "their order" if first is None else f"{first.name!r} ({first.dtype}, {list(first.shape)})"
+                raise ValueError(f"{file}: ranks 0 and {rank} differ in {what}; they need the same model and state")
+
+
+def _shared_source(entry: TensorEntry, sharded: bool, shared: dict[str, torch.Tensor]) -> TensorSource:
+    if not sharded:
+        return TensorSource(entry, shared.get(entry.name), rank=0)
+    mine = shared.get(entry.name)
+    if not isinstance(mine, DTensor) or tuple(mine.shape) != entry.shape:
+        raise ValueError(f"{entry.name!r} is sharded on rank 0, but this rank has no shard of it")
+    return TensorSource(entry, mine)
+
+
+def _with_buffers_of_rank_0(
+    files: dict[str, list[TensorSource]], differing: Sequence[str]
+) -> dict[str, list[TensorSource]]:
+    """`files` with one value for buffers that differ between ranks, such as running means of local batches."""
+    chosen = set(differing)
+    result = {}
+    for file, sources in files.items():
+        folder = f"buffers/{file.removesuffix('.safetensors')}/"
+        result[file] = [
+            replace(source, rank=0) if folder + source.entry.name in chosen else source for source in sources
+        ]
+    return result
+
+
+def _buffer_sources(buffers: dict[str, torch.Tensor], layout: NodeLayout) -> list[TensorSource]:
+    """Every rank's own values of `buffers`, so that the same run goes on with what each rank had."""
+    return [
+        TensorSource.of(rank_path(rank, path), buffer, rank)
+        for rank in range(layout.world_size)
+        for path, buffer in buffers.items()
+    ]
+
+
+def _extra_sources(
+    told: Sequence[Sequence[TensorEntry]], mine: dict[str, torch.Tensor], layout: NodeLayout
+) -> list[TensorSource]:
+    return [
+        TensorSource(
+            replace(entry, name=rank_path(rank, f"{EXTRA}{entry.name}")),
+            mine[entry.name] if rank == layout.rank else None,
+            rank,
+        )
+        for rank, entries in enumerate(told)
+        for entry in entries
+    ]

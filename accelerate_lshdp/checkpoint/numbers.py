@@ -1,0 +1,46 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Checkpoints that are numbered by themselves: which number comes next, and which of them is the oldest.
+
+Their order is what they say themselves (the generation of each save), neither the numbers, which a user may choose,
+nor the times of files, which copying changes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from accelerate_lshdp.checkpoint.folder import MANIFEST, Manifest, drop, hidden_names
+from accelerate_lshdp.checkpoint.shared_folder import entries, may_hold
+
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """The checkpoint of a number."""
+    return folder / f"checkpoint_{number}"
+
+
+def next_number(folder: Path) -> int:
+    """One more than the largest number that anything in `folder` has, or was about to get when its writer died."""
+    names = [*(path.name for path in entries(folder)), *hidden_names(folder)]
+    return max((int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))), default=-1) + 1
+
+
+def drop_oldest(folder: Path, limit: int) -> None:
+    """Keeps the `limit` newest numbered checkpoints of this node; what is no checkpoint of ours stays.
+
+    Nodes that share the folder may do this at the same time.
+    """
+    dated: list[tuple[tuple[int, int, str], Path]] = []
+    for path in entries(folder):
+        if _NUMBERED.fullmatch(path.name) and may_hold(path, MANIFEST):
+            try:
+                dated.append((Manifest.read(path).age, path))
+            except ValueError:  # damaged: of no use to anybody, so it goes first
+                dated.append(((-1, -1, path.name), path))
+            except OSError:  # gone, or not readable at the moment, which says nothing about what is in it
+                continue
+    for _, path in sorted(dated)[: -max(limit, 1)]:
+        drop(path)

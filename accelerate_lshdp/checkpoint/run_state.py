@@ -1,0 +1,299 @@
+"""Saving and loading a run: one format for all strategies, complete on every node, never half-written.
+
+The format is described in `contents` (files), `typed_json` (values) and `folder` (the folder and its manifest). No
+pickle is read or written without `trust_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accelerate_lshdp.checkpoint import rng as checkpoint_rng
+from accelerate_lshdp.checkpoint.contents import Contents, TrainingObjects, collect
+from accelerate_lshdp.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    check_replaceable,
+    commit,
+    guest_folder,
+    newest_generation,
+    remove_leftovers,
+    take_in,
+    write_file,
+)
+from accelerate_lshdp.checkpoint.model import stream_full_state
+from accelerate_lshdp.checkpoint.restore import SavedModels, SavedTraining
+from accelerate_lshdp.checkpoint.stream import WrittenFile, save_model_file, stream_to_file
+from accelerate_lshdp.checkpoint.transfer import (
+    bring_to_all_nodes,
+    elect_writer,
+    enter_partial_folder,
+    find_newest,
+    warn_of,
+)
+from accelerate_lshdp.checkpoint.validation import Accepts
+from accelerate_lshdp.runtime.object_exchange import (
+    Attempt,
+    NodeLayout,
+    all_objects,
+    failing_together,
+    object_from,
+    together,
+)
+
+
+__all__ = [
+    "LoadedCheckpoint",
+    "NodeLayout",
+    "TrainingObjects",
+    "load_checkpoint",
+    "load_models",
+    "newest_checkpoint",
+    "save_checkpoint",
+    "save_model_file",
+    "stream_full_state",
+]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What a checkpoint says beside the objects that were restored in place.
+
+    Attributes:
+        path: where this node has it.
+        loaders: position of each data loader, as it was given.
+        extra: as it was given on rank 0.
+        extra_tensors: this rank's, on the CPU; empty unless `same_plan`.
+        step: optimizer steps done.
+        samples_seen: samples of the global batches of these steps.
+        seed: of the run that saved.
+        world_size: ranks of the run that saved.
+        same_plan: whether it was saved under the same plan on as many ranks.
+        rng_restored: whether every generator of this rank goes on where it stopped; otherwise they have been seeded
+            from (seed, rank, samples seen).
+    """
+
+    path: str
+    loaders: list[dict]
+    extra: dict
+    extra_tensors: dict[str, torch.Tensor]
+    step: int
+    samples_seen: int
+    seed: int
+    world_size: int
+    same_plan: bool
+    rng_restored: bool
+
+
+def save_checkpoint(
+    directory: str | os.PathLike,
+    objects: TrainingObjects,
+    layout: NodeLayout,
+    *,
+    plan_digest: str,
+    step: int,
+    samples_seen: int,
+    seed: int,
+    trust_checkpoint: bool = False,
+    before_writing: Callable[[str], frozenset[int]] | None = None,
+) -> None:
+    """Writes a complete checkpoint on every node (collective).
+
+    A tensor that is sharded over several nodes is gathered one at a time; of what is written here, no rank holds more
+    than one full tensor. What `before_writing` needs is not counted: save hooks of a script get full models.
+    `directory` is replaced as a whole once the new checkpoint is complete on all nodes; before that, it is untouched.
+
+    Args:
+        directory: the checkpoint's final name; the same or another path on each node.
+        objects: what to save.
+        layout: the place of this rank.
+        plan_digest: identifies the plan; decides what may be restored rank by rank.
+        step: optimizer steps done.
+        samples_seen: samples of the global batches of these steps.
+        seed: of the run.
+        trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
+        before_writing: called on all ranks with an empty folder before anything is collected (collective); says which
+            models are `left_out`. What it writes into the folder becomes a part of this node's checkpoint.
+
+    Raises:
+        RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
+            as it was before on every node, unless the message says that renaming failed.
+    """
+    final = Path(os.path.realpath(directory))
+    contents = None if before_writing else collect(objects, layout, trust_checkpoint)
+    elected = elect_writer(final, layout)
+    attempt = Attempt()
+    with ExitStack() as stack:
+        generation = 0
+        if elected:
+            attempt(lambda: check_replaceable(final))
+            attempt(lambda: remove_leftovers(final.parent))
+        if layout.is_writer:  # of all nodes: one that shares the folder may see late what another one wrote
+            generation = attempt(lambda: newest_generation(final.parent)) or 0
+        generation = max(all_objects(generation)) + 1
+        save_id = object_from(0, uuid.uuid4().hex)
+        folder = None
+        if elected:
+            folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
+        if before_writing:
+            aside = guest_folder(final, save_id)
+            if folder is not None:
+                attempt(aside.mkdir)
+        together(f"preparing to write checkpoint {final}", attempt.error)
+        if before_writing:
+            objects = replace(objects, left_out=before_writing(str(aside)))
+            contents = collect(objects, layout, trust_checkpoint)
+            if folder is not None:
+                attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
+        files = _write(contents, folder, layout, attempt)
+        manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
+        if folder is not None:
+            attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
+        together(f"writing checkpoint {final}", attempt.error)
+        with failing_together(f"renaming checkpoint {final} to its final name"):
+            if folder is not None:
+                commit(folder, final, save_id)
+    _warn_of_drift(all_objects(files if folder is not None else None), final, layout)
+
+
+def load_checkpoint(
+    directory: str | os.PathLike,
+    objects: TrainingObjects,
+    layout: NodeLayout,
+    *,
+    plan_digest: str,
+    trust_checkpoint: bool = False,
+    accepts: Accepts | None = None,
+    fits: Accepts | None = None,
+    before_reading: Callable[[str], frozenset[int]] | None = None,
+) -> LoadedCheckpoint:
+    """Restores a run from the newest checkpoint that is complete on some node (collective).
+
+    Nodes that lack it get it first. Then every rank reads its own part of each tensor from its node's files, whatever
+    strategy and number of ranks it was saved under. Nothing is changed unless everything fits on all ranks.
+
+    Args:
+        directory: a checkpoint, or a folder of checkpoints.
+        objects: restored in place; loaders and extra are returned.
+        layout: the place of this rank.
+        plan_digest: of the plan of this run.
+        trust_checkpoint: allows reading pickles. A pickle can run any code.
+        accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
+        fits: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint are
+            of a run like this one, and raises what is not.
+        before_reading: called on all ranks with the checkpoint's folder (collective); says which models are
+            `left_out`.
+
+    Raises:
+        RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
+    """
+    path = _on_all_nodes(directory, layout, accepts)
+    if before_reading:
+        objects = replace(objects, left_out=before_reading(str(path)))
+    with failing_together(f"loading checkpoint {path}"):
+        manifest = Manifest.read(path)
+        same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
+        saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
+        if fits is not None:
+            fits(saved.loaders, saved.extra)
+    with failing_together(f"restoring checkpoint {path}"):
+        saved.apply()
+        random_state = saved.random_state(layout.rank) if same_plan else None
+        usable = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
+    rng_restored = all(all_objects(usable))  # on all ranks or on none
+    with failing_together(f"restoring the random numbers of checkpoint {path}"):
+        if rng_restored:
+            checkpoint_rng.restore(random_state, layout.device)
+        else:
+            checkpoint_rng.derive(manifest.seed, layout.rank, manifest.samples_seen)
+    return LoadedCheckpoint(
+        path=str(path),
+        loaders=saved.loaders,
+        extra=saved.extra,
+        extra_tensors=saved.extra_tensors,
+        step=manifest.step,
+        samples_seen=manifest.samples_seen,
+        seed=manifest.seed,
+        world_size=manifest.world_size,
+        same_plan=same_plan,
+        rng_restored=rng_restored,
+    )
+
+
+def load_models(directory: str | os.PathLike, models: list[nn.Module], layout: NodeLayout) -> None:
+    """Restores the models alone, as `load_checkpoint` does with the whole run (collective).
+
+    Raises:
+        RuntimeError: the same on all ranks, if there is no complete checkpoint or its models are others.
+    """
+    path = _on_all_nodes(directory, layout)
+    with failing_together(f"loading the models of checkpoint {path}"):
+        saved = SavedModels(path, models)
+    with failing_together(f"restoring the models of checkpoint {path}"):
+        saved.apply()
+
+
+def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout, accepts: Accepts | None = None) -> Path:
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout, accepts)
+    if newest is None:
+        found = "\n".join(problems) if problems else "no node has any"
+        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
+    warn_of(problems, newest, layout)
+    return bring_to_all_nodes(newest, root, layout)
+
+
+def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:
+    """Where this node has, or after `load_checkpoint` will have, the newest complete checkpoint (collective).
+
+    Args:
+        directory: a checkpoint, or a folder of checkpoints.
+        layout: the place of this rank.
+
+    Returns:
+        None if no node has a complete one.
+    """
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout)
+    if newest is None:
+        return None
+    warn_of(problems, newest, layout)
+    return str(newest.final_path(root, layout))
+
+
+def _write(contents: Contents, folder: Path | None, layout: NodeLayout, attempt: Attempt) -> dict[str, WrittenFile]:
+    """Streams all files into `folder`, if this rank has one; failures are kept in `attempt` (collective)."""
+    files: dict[str, WrittenFile] = {}
+    for name, sources in contents.tensors.items():
+        writes = folder is not None and attempt.error is None
+        written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
+        attempt.error = attempt.error or error
+        if written is not None:
+            files[name] = written
+    if folder is not None:
+        for name, data in contents.files.items():
+            written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+            if written is not None:
+                files[name] = written
+    return files
+
+
+def _warn_of_drift(files: list[dict[str, WrittenFile] | None], final: Path, layout: NodeLayout) -> None:
+    """Says on rank 0 if nodes wrote different values of what should be replicas."""
+    copies = [written for written in files if written is not None]
+    drifted = [name for name in copies[0] if any(copy[name] != copies[0][name] for copy in copies)]
+    if drifted and layout.rank == 0:
+        warnings.warn(
+            f"nodes wrote different contents of {', '.join(drifted)} in {final}: their replicas have drifted apart. "
+            "Each node keeps its own; check that parameters were broadcast and that every step reduces all gradients",
+            stacklevel=3,
+        )

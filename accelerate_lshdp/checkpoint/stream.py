@@ -1,0 +1,119 @@
+"""Full tensors from wherever they live into a file on each node, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_lshdp.checkpoint.model import ModelTensors
+from accelerate_lshdp.checkpoint.shards import gather_full
+from accelerate_lshdp.checkpoint.tensors import SafetensorsWriter, TensorEntry, in_file_order
+from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tensor, together
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where the full tensor of one entry comes from.
+
+    Attributes:
+        entry: name, dtype and full shape.
+        tensor: this rank's value; a DTensor is gathered over its own mesh. None where another rank has it.
+        rank: the one rank whose plain tensor is meant; None if every node has its own replica or shards.
+        group: the ranks that get the tensor of ``rank``: those of its node. None: all ranks.
+    """
+
+    entry: TensorEntry
+    tensor: torch.Tensor | None
+    rank: int | None = None
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, rank: int | None = None) -> TensorSource:
+        return cls(TensorEntry(name, tensor.dtype, tuple(tensor.shape)), tensor, rank)
+
+    def full(self, layout: NodeLayout) -> torch.Tensor:
+        """The full tensor on this rank (collective)."""
+        if self.rank is None:
+            return gather_full(self.tensor)
+        return broadcast_tensor(self.tensor, self.entry.shape, self.entry.dtype, self.rank, layout, self.group)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """Size in bytes and CRC-32 of a file, as a manifest lists it."""
+
+    bytes: int
+    crc32: int
+
+
+def stream_to_file(
+    path: str | os.PathLike, sources: Sequence[TensorSource], layout: NodeLayout, is_writer: bool
+) -> tuple[WrittenFile | None, Exception | None]:
+    """Runs through `sources`, which is the same list on all ranks, and writes them where `is_writer` (collective).
+
+    A writer that fails goes on taking part, so that no other rank waits for it in vain: the caller has to exchange the
+    error that is returned.
+    """
+    by_name = {source.entry.name: source for source in sources}
+    order = [by_name[entry.name] for entry in in_file_order(source.entry for source in sources)]
+    writer: SafetensorsWriter | None = None
+    error: Exception | None = None
+    if is_writer:
+        try:
+            writer = SafetensorsWriter(path, [source.entry for source in sources], {"format": "pt"})
+        except (OSError, ValueError) as caught:
+            error = caught
+    for source in order:
+        full = source.full(layout)
+        if writer is not None and error is None:
+            try:
+                writer.write(source.entry.name, full)
+            except (OSError, ValueError) as caught:
+                error = caught
+        del full  # before the next one is gathered
+    if writer is None:
+        return None, error
+    try:
+        writer.__exit__(type(error) if error else None)
+    except (OSError, ValueError) as caught:
+        error = error or caught
+    return (None, error) if error else (WrittenFile(writer.size, writer.crc32), None)
+
+
+def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayout, is_writer: bool) -> None:
+    """Writes a model as one safetensors file that `from_pretrained` loads (collective). Tied tensors come once.
+
+    Args:
+        path: the file; it is replaced as a whole if it exists. Its folder is made.
+        model: prepared or plain.
+        layout: the place of this rank.
+        is_writer: whether this rank writes.
+
+    Raises:
+        RuntimeError: on all ranks, if a writer failed.
+    """
+    sources = [TensorSource.of(name, tensor) for name, tensor in ModelTensors.of(model).tensors.items()]
+    folder, name = os.path.split(os.fspath(path))
+    # Of this node alone: the writers of all nodes write at the same time, and may share the folder.
+    partial = os.path.join(folder, f".{name}.node{layout.node}.partial")
+    error: Exception | None = None
+    if is_writer:
+        try:
+            os.makedirs(folder or ".", exist_ok=True)
+            if os.path.lexists(partial):  # of a killed writer
+                os.unlink(partial)
+        except OSError as caught:
+            error = caught
+    _, failed = stream_to_file(partial, sources, layout, is_writer and error is None)
+    error = error or failed
+    if is_writer and error is None:
+        try:
+            os.replace(partial, path)
+        except OSError as caught:
+            error = caught
+    together(f"saving the model to {os.fspath(path)}", error)

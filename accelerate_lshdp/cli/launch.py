@@ -1,0 +1,319 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``accelerate-lshdp launch``: runs a script on this node, through ``accelerate launch`` and ``accelerate_lshdp.run``.
+
+What it adds to the two: the number of processes comes from the plan, mistakes in the layout are found before any
+process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's. With
+``--auto`` there is no plan to write: the script's own batch size says how large a global batch is, and the run finds
+how to divide it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accelerate_lshdp.cli.config import (
+    DEFAULT_PORT,
+    add_layout_arguments,
+    check_with_accelerate,
+    make_layout,
+    render_node,
+)
+from accelerate_lshdp.cli.launch_config import read_launch_config
+from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, waits_told
+from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
+from accelerate_lshdp.runtime.temporary_files import vanishing_file
+
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+_SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
+_EPILOG = """\
+examples:
+  accelerate-lshdp launch --auto train.py --epochs 3                        no plan: the run finds the batch sizes, one
+                                                                            rank a GPU
+  accelerate-lshdp launch --auto --nodes 2 train.py                         the same with two ranks here
+  accelerate-lshdp launch --plan plan.json train.py --epochs 3              all ranks of the plan on this machine
+  accelerate-lshdp launch --nodes 2 train.py                                two ranks here, without a plan or with one
+                                                                            that names no ranks ("automatic")
+  accelerate-lshdp launch --nodes 1,2 --node-rank 0 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 0
+  accelerate-lshdp launch --nodes 1,2 --node-rank 1 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 1
+  accelerate-lshdp launch --config_file node0.yaml --plan plan.json -m package.module
+
+Every node needs the plan file. On several nodes, gloo and NCCL connect through the interface that the host name
+resolves to. Where that is the loopback (as on Debian and Ubuntu) or another network than the nodes share, name the
+right one in the environment of each node: GLOO_SOCKET_IFNAME=eth0 for CPUs, also NCCL_SOCKET_IFNAME=eth0 for GPUs.
+OMP_NUM_THREADS, where it is not set, becomes cores / ranks of this node, and CPU ranks get cores of their own.
+"""
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="run a training script with a plan on this node",
+        description="Run an unmodified script; its Accelerator follows the plan. The exit code is the script's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--plan", metavar="PLAN", help=f"a plan file (default: the environment variable {PLAN_VARIABLE})"
+    )
+    sizes.add_argument(
+        "--auto",
+        action="store_true",
+        help="no plan: global batches are those of the script, its batch size x ranks, and the run finds how to divide"
+        " them",
+    )
+    parser.add_argument(
+        "--keep-plan-total",
+        action="store_true",
+        help="let an unmodified loop train with the plan's global batches, although its batch size x ranks is another"
+        " number of samples: its steps and its schedule are meant for the plan",
+    )
+    parser.add_argument(
+        "--config-file",
+        "--config_file",
+        type=Path,
+        metavar="YAML",
+        help="this node's file from accelerate-lshdp config",
+    )
+    add_layout_arguments(parser)
+    parser.add_argument(
+        "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    parser.add_argument("script", help="the Python file (or module) to run")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Launches this node's processes and waits for them.
+
+    Returns:
+        The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
+    """
+    plan = _plan(arguments)
+    if not arguments.module and not os.path.isfile(arguments.script):
+        raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    with ExitStack() as stack:
+        if arguments.config_file is None:
+            # Even on one machine: without a file, accelerate would use the user's default configuration.
+            file = stack.enter_context(vanishing_file("node.yaml", _configuration(arguments, plan)))
+            given, overrides = "the command line", []
+        else:
+            file = arguments.config_file
+            given, overrides = str(file), _overrides(arguments)
+
+        def corrected(text: str) -> Path:
+            return stack.enter_context(vanishing_file("as_meant.yaml", text))
+
+        config, understood = read_launch_config(file, corrected)
+        if not config.use_cpu and _local_device() == "cpu":
+            raise ValueError(
+                f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
+                "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
+            )
+        _check_plan(plan, config, given)
+        _set_environment(arguments, plan, config)
+        _say(config, arguments)
+        if config.num_machines > 1:
+            stack.enter_context(waits_told(_meeting(plan, config, arguments), has_started_ranks))
+        shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
+        return _accelerate_launch(
+            ["--config_file", str(understood), *overrides, *shim, arguments.script, *arguments.script_args]
+        )
+
+
+def _plan(arguments: argparse.Namespace) -> Plan | None:
+    """What the ranks will be told; None: every loader keeps its own batch size on every rank."""
+    if arguments.plan is not None:
+        return Plan.load(arguments.plan)
+    if not arguments.auto:
+        return Plan.from_environment()
+    if os.environ.get(PLAN_VARIABLE) is not None:
+        raise ValueError(
+            f"found --auto together with a plan in {PLAN_VARIABLE}, expected one of them; unset the variable"
+        )
+    if arguments.keep_plan_total:
+        raise ValueError("found --keep-plan-total together with --auto, which has no total of its own; leave one out")
+    from accelerate_lshdp.accelerator.plugin import LSDPPlugin
+
+    options = LSDPPlugin().resolve()
+    return replace(Plan.auto(strategy=options.strategy), communication=options.communication)
+
+
+def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
+    """This node's configuration file for accelerate, as the arguments and the plan say."""
+    if arguments.nodes is None and (plan is None or plan.cluster is None):
+        ranks = _local_devices(arguments) if arguments.auto else None if plan is None else plan.world_size
+        if ranks is None:
+            raise ValueError(
+                "the number of processes is not known: give --plan with batch sizes, --nodes (such as --nodes 2), or"
+                " --config_file"
+            )
+        arguments.nodes = (ranks,)
+    layout = make_layout(arguments, plan, default_device=_local_device())
+    node = arguments.node_rank
+    if node is None and layout.num_nodes > 1:
+        raise ValueError(f"say with --node-rank which of the {layout.num_nodes} nodes this is, counted from 0")
+    node = node or 0
+    if not 0 <= node < layout.num_nodes:
+        raise ValueError(f"found --node-rank {node}, expected one from 0 to {layout.num_nodes - 1}")
+    text = render_node(layout, node)
+    check_with_accelerate(text)
+    return text
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """What may be given beside a configuration file; the rest must be changed in all nodes' files together."""
+    fixed = {"--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--cpu/--gpu": arguments.device}
+    given = [flag for flag, value in fixed.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be combined with --config_file, which says it already; leave one out"
+        )
+    return [
+        part
+        for flag, value in (
+            ("--main_process_ip", arguments.main_ip),
+            ("--main_process_port", arguments.main_port),
+            ("--mixed_precision", arguments.mixed_precision),
+        )
+        if value is not None
+        for part in (flag, str(value))
+    ]
+
+
+def _local_ranks(config: ClusterConfig) -> int:
+    """How many processes accelerate starts on this node."""
+    return config.num_processes // config.num_machines
+
+
+def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
+    """Finds here what every rank would find after it has connected.
+
+    Args:
+        given: where the configuration comes from.
+
+    Raises:
+        PlanError: the plan needs other numbers of ranks than this node's configuration starts.
+    """
+    if plan is None:
+        return
+    here = _local_ranks(config)
+    node, nodes = config.machine_rank, config.num_machines
+    if plan.cluster is not None:
+        sizes = plan.cluster.node_sizes
+        if len(sizes) != nodes or sizes[node] != here:
+            raise PlanError(
+                f"found nodes of {sizes} ranks, but {given} starts {here} on node {node} of {nodes}. Write the"
+                " configuration from this plan: accelerate-lshdp config --plan",
+                path="cluster.nodes",
+                source=plan.source,
+            )
+    if plan.world_size is not None and nodes == 1 and plan.world_size != here:
+        raise PlanError(
+            f"found {plan.world_size} ranks, but {given} starts {here} processes on one machine. Correct"
+            " num_processes, or leave --config_file out.",
+            path="batch.ranks",
+            source=plan.source,
+        )
+
+
+def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: ClusterConfig) -> None:
+    if arguments.plan is not None:
+        os.environ[PLAN_VARIABLE] = os.path.abspath(arguments.plan)
+    elif arguments.auto:
+        os.environ[PLAN_VARIABLE] = json.dumps(plan.to_dict())
+    if arguments.keep_plan_total:
+        os.environ["LSDP_KEEP_PLAN_TOTAL"] = "1"
+    if config.use_cpu:
+        # accelerate tells only a single process that it is on a CPU; several would use the GPU of a machine with one.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    # accelerate's own choice is one thread a rank on GPU nodes, where a host optimizer needs more, and it fails on
+    # machines that do not tell their number of physical cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // _local_ranks(config))))
+
+
+def _usable_cores() -> int:
+    """Physical cores that this process may use, as far as the system tells."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    from accelerate_lshdp.runtime.cpu_cores import allowed_cores, cpu_quota, usable_cores
+
+    return usable_cores(allowed_cores(os.sched_getaffinity(0)), cpu_quota())
+
+
+def _local_device() -> str:
+    from accelerate_lshdp.runtime.backend import has_accelerator
+
+    return "gpu" if has_accelerator(several_ranks=True) else "cpu"
+
+
+def _local_devices(arguments: argparse.Namespace) -> int:
+    """The ranks that this machine has room for: one a GPU; one rank uses all CPUs."""
+    if arguments.device == "cpu" or _local_device() == "cpu":
+        return 1
+    import torch
+
+    return torch.cuda.device_count() if torch.backends.cuda.is_built() else torch.accelerator.device_count()
+
+
+def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:
+    place = f"node {config.machine_rank} of {config.num_machines}: " if config.num_machines > 1 else ""
+    count = _local_ranks(config)
+    device = "CPU" if config.use_cpu else "GPU"
+    print(
+        f"accelerate-lshdp launch: {place}{count} {device} {'process' if count == 1 else 'processes'},"
+        f" OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, running {arguments.script}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Namespace) -> Meeting:
+    address = arguments.main_ip or config.main_process_ip or "127.0.0.1"
+    port = arguments.main_port or config.main_process_port or DEFAULT_PORT
+    addresses: list[str | None] = [None] * config.num_machines
+    if plan is not None and plan.cluster is not None:
+        addresses = [node.address for node in plan.cluster.nodes]
+    return Meeting(config.machine_rank, (address, *addresses[1:]), address, int(port))
+
+
+def _accelerate_launch(argv: list[str]) -> int:
+    """``accelerate launch`` in this process, where its errors still hold the exit code of the script."""
+    from subprocess import CalledProcessError
+
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    end_with_launcher()  # where another command has started this one
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    try:
+        # torch makes a folder for logs that we do not ask for, and leaves it behind.
+        launch_command(launch_command_parser().parse_args(["--log_dir", os.devnull, *argv]))
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return _shell_code(error.get_first_failure()[1].exitcode)
+    except CalledProcessError as error:
+        return _shell_code(error.returncode)
+    except SignalException as signal:
+        return _SIGNAL_BASE + int(signal.sigval)
+    return 0
+
+
+def _shell_code(returncode: int) -> int:
+    return returncode if returncode >= 0 else _SIGNAL_BASE - returncode

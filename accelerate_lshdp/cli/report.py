@@ -1,0 +1,49 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``accelerate-lshdp report``: tables, pictures and one HTML page from what ``accelerate-lshdp bench`` measured."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+_EPILOG = """\
+It reads DIR/results.json and writes beside it:
+  results.md     tables: steps, limits, ranks and nodes; configuration and command
+  *.png          throughput, scaling efficiency, memory, bytes, one step rank by rank, loss against time
+  report.html    all of it in one file
+Pictures need matplotlib: pip install 'accelerate-lshdp[pictures]'."""
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "report",
+        help="show what a benchmark measured: tables, pictures, an HTML page",
+        description="Write the report of a benchmark again, from the results.json of accelerate-lshdp bench.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the --output-dir of accelerate-lshdp bench")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the tables and writes the files.
+
+    Raises:
+        ResultsError: the folder has no results that can be read.
+        OSError: a file cannot be written.
+    """
+    from accelerate_lshdp.comparing.report import load_results, missing_library, print_results, write_report
+
+    results = load_results(arguments.folder)
+    missing = missing_library()
+    if missing is not None:
+        print(f"accelerate-lshdp report: {missing}", file=sys.stderr)
+    written = write_report(results, arguments.folder)
+    print_results(results)
+    print(f"wrote {', '.join(map(str, written))}")
+    return 0

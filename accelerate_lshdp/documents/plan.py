@@ -1,0 +1,451 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The plan: who trains how much, how the model is placed, and how gradients travel.
+
+A `Plan` is the one thing that moves between commands, ranks and runs. It is immutable, checked when it is made, and
+written as JSON with a version. Reading it needs neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.plan_sections import (
+    DEAD_BAND,
+    POWERSGD_RANK,
+    POWERSGD_WARMUP_STEPS,
+    REBALANCE_EVERY,
+    Automatic,
+    Batch,
+    Cluster,
+    Communication,
+    Link,
+    Node,
+    RankBatch,
+    Strategy,
+    read_automatic,
+    read_batch,
+    read_cluster,
+    read_communication,
+)
+from accelerate_lshdp.documents.plan_text import describe_plan
+from accelerate_lshdp.documents.strict_reading import parse_json, read_text, require_json
+from accelerate_lshdp.documents.value_checks import (
+    PlanError,
+    describe,
+    located,
+    require_choice,
+    require_object,
+    require_version,
+)
+
+
+__all__ = [
+    "PLAN_VARIABLE",
+    "PLAN_VERSION",
+    "Automatic",
+    "Batch",
+    "Cluster",
+    "Communication",
+    "Link",
+    "Node",
+    "Plan",
+    "PlanError",
+    "RankBatch",
+    "Strategy",
+]
+
+PLAN_VERSION = 1
+PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
+# What the planner adds. It explains a plan and does not change the training, so it is carried as it is.
+_ANNOTATIONS = ("profile", "predicted", "certificate")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
+
+    With `automatic` the run finds its batch sizes itself: `batch`, if given, is what it starts with, else it starts
+    with an equal split of `automatic.total`, or of what the script's own batch size and the ranks make.
+
+    `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
+    file or variable that the plan was read from, for error messages; it is not part of the plan.
+
+    Raises:
+        PlanError: a value that is malformed, or parts that contradict each other.
+    """
+
+    strategy: Strategy = Strategy.LSDP
+    batch: Batch | None = None
+    communication: Communication = Communication()
+    cluster: Cluster | None = None
+    profile: dict[str, Any] | None = field(default=None, hash=False, repr=False)
+    predicted: dict[str, Any] | None = field(default=None, hash=False, repr=False)
+    certificate: dict[str, Any] | None = field(default=None, hash=False, repr=False)
+    automatic: Automatic | None = None
+    source: str | None = field(default=None, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_choice(self.strategy, "strategy", [strategy.value for strategy in Strategy])
+        object.__setattr__(self, "strategy", Strategy(self.strategy))
+        kinds = {"batch": Batch, "communication": Communication, "cluster": Cluster, "automatic": Automatic}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) and (value is not None or name == "communication"):
+                raise PlanError(f"found {describe(value)}, expected a {kind.__name__}.", path=name)
+        for name in _ANNOTATIONS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, dict):
+                raise PlanError(f"found {describe(value)}, expected an object. Write one, or leave it out.", path=name)
+            require_json(value, name)
+            object.__setattr__(self, name, deepcopy(value))
+        if self.batch is not None and self.cluster is not None:
+            ranks = sum(self.cluster.node_sizes)
+            if ranks != self.world_size:
+                raise PlanError(
+                    f"found {ranks} ranks on the nodes {self.cluster.node_sizes}, expected the {self.world_size} of"
+                    " batch.ranks. Correct one of the two.",
+                    path="cluster.nodes",
+                )
+
+        if self.batch is not None and self.automatic is not None:
+            self._check_start()
+        if self.communication.is_lossy and self.strategy.is_world_sharded:
+            raise PlanError(
+                f'found "{self.communication.dtype}" with strategy "{self.strategy}", expected "fp32" or "bf16": its'
+                " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
+                ' strategy "ddp", "group_sharding" or "lsdp".',
+                path="communication.dtype",
+            )
+
+    def _check_start(self) -> None:
+        """Checks that automatic batch sizes can start from `batch`."""
+        if self.batch.total != self.automatic.total:
+            found = "none" if self.automatic.total is None else self.automatic.total
+            raise PlanError(
+                f"found {found}, expected {self.batch.total}, the total of batch, which the run starts"
+                " with. Correct one of the two, or leave batch out.",
+                path="automatic.total",
+            )
+        counts = [entry.accumulation_steps for entry in self.batch.ranks]
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"found accumulation_steps {counts} together with automatic batch sizes, expected the same number on"
+                " every rank: sizes are re-balanced, numbers of micro-batches are not.",
+                path="batch.ranks",
+            )
+
+    @classmethod
+    def from_batch_sizes(
+        cls,
+        sizes: Iterable[int | tuple[int, int]],
+        *,
+        strategy: Strategy | str = Strategy.LSDP,
+        allow_unequal_accumulation: bool = False,
+        communication_dtype: str = "fp32",
+        powersgd_rank: int = POWERSGD_RANK,
+        powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
+        intra_node: str = "auto",
+        cluster: Cluster | None = None,
+        profile: dict[str, Any] | None = None,
+        predicted: dict[str, Any] | None = None,
+        certificate: dict[str, Any] | None = None,
+    ) -> Plan:
+        """A plan from one entry a rank: a batch size, or (micro-batch size, accumulation steps). They may be mixed.
+
+        Raises:
+            PlanError: an entry or a keyword has an impossible value.
+        """
+        if isinstance(sizes, (str, bytes, Mapping, Set)) or not isinstance(sizes, Iterable):
+            raise PlanError(f"found {describe(sizes)} for the batch sizes, expected a list with one entry a rank.")
+        ranks = []
+        for rank, entry in enumerate(sizes):
+            with located(f"batch.ranks[{rank}]"):
+                pair = entry if isinstance(entry, (list, tuple)) else (entry, 1)
+                if len(pair) != 2:
+                    raise PlanError(f"found {describe(entry)}, expected a size or (size, accumulation steps).")
+                ranks.append(RankBatch(rank, *(_plain_integer(number) for number in pair)))
+        with located("batch"):
+            batch = Batch(tuple(ranks), allow_unequal_accumulation)
+        with located("communication"):
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
+        return cls(strategy, batch, communication, cluster, profile, predicted, certificate)
+
+    @classmethod
+    def equal(
+        cls,
+        *,
+        strategy: Strategy | str = Strategy.LSDP,
+        communication_dtype: str = "fp32",
+        powersgd_rank: int = POWERSGD_RANK,
+        powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
+        intra_node: str = "auto",
+    ) -> Plan:
+        """A plan without sizes: every loader keeps its own batch_size on every rank."""
+        with located("communication"):
+            communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
+        return cls(strategy=strategy, communication=communication)
+
+    @classmethod
+    def auto(
+        cls,
+        total_batch_size: int | None = None,
+        *,
+        strategy: Strategy | str = Strategy.LSDP,
+        rebalance_every: int = REBALANCE_EVERY,
+        dead_band: float = DEAD_BAND,
+        **communication: str | int,
+    ) -> Plan:
+        """A plan whose batch sizes the run finds itself, from an equal split of `total_batch_size` samples.
+
+        Args:
+            total_batch_size: None: as many as the script's own batch size and the ranks make.
+            rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
+            dead_band: the share of the step time that new sizes have to gain.
+            **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node, as for `equal`.
+
+        Raises:
+            PlanError: a value is impossible.
+        """
+        with located("automatic"):
+            automatic = Automatic(_plain_integer(total_batch_size), rebalance_every, dead_band)
+        return replace(cls.equal(strategy=strategy, **communication), automatic=automatic)
+
+    def with_batch(self, batch: Batch) -> Plan:
+        """This plan with other batch sizes, without what the planner said about the old ones."""
+        return self._changed(batch=batch, predicted=None, certificate=None)
+
+    def with_total(self, batch: Batch) -> Plan:
+        """This plan with the total that the run has found for it, and the sizes to start with."""
+        return self._changed(batch=batch, automatic=replace(self.automatic, total=batch.total))
+
+    def with_automatic(self, automatic: Automatic) -> Plan:
+        """This plan, whose batch sizes are what the run starts with."""
+        return self._changed(automatic=automatic)
+
+    def _changed(self, **changes: Any) -> Plan:
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "source", self.source)
+        return changed
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks the plan is made for; None for equal batches, which fit any."""
+        return None if self.batch is None else len(self.batch.ranks)
+
+    @property
+    def leaves_total_open(self) -> bool:
+        """Whether global batches have the size that the script's own batch size and the ranks make."""
+        return self.automatic is not None and self.automatic.total is None
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples in a global batch; None for equal batches, and where the script says it."""
+        if self.batch is None:
+            return None if self.automatic is None else self.automatic.total
+        return self.batch.total
+
+    @property
+    def batch_sizes(self) -> list[int] | None:
+        """Samples of each rank in a global batch; None for equal batches, and for automatic ones before the run."""
+        return None if self.batch is None else [entry.batch_size for entry in self.batch.ranks]
+
+    @property
+    def micro_batches(self) -> list[tuple[int, int]] | None:
+        """(micro-batch size, accumulation steps) of each rank; None for equal batches."""
+        if self.batch is None:
+            return None
+        return [(entry.micro_batch_size, entry.accumulation_steps) for entry in self.batch.ranks]
+
+    @property
+    def has_accumulation(self) -> bool:
+        """Whether some rank has more than one micro-batch in a global batch."""
+        return self.batch is not None and any(entry.accumulation_steps > 1 for entry in self.batch.ranks)
+
+    def check(self, world_size: int, shard_groups: Sequence[Sequence[int]], node_sizes: Sequence[int]) -> None:
+        """Checks that the plan fits a run.
+
+        Args:
+            world_size: number of ranks.
+            shard_groups: the ranks that share one copy of the parameters, group by group, covering all ranks once.
+            node_sizes: ranks on each node, in rank order.
+
+        Raises:
+            PlanError: it does not fit.
+        """
+        with located(source=self.source):
+            if self.world_size not in (None, world_size):
+                raise PlanError(
+                    f"found batch sizes for {self.world_size} ranks, expected {world_size}, the processes of this run."
+                    f" Launch {self.world_size} processes, or make a plan for {world_size}.",
+                    path="batch.ranks",
+                )
+            if self.cluster is not None and self.cluster.node_sizes != list(node_sizes):
+                raise PlanError(
+                    f"found nodes of {self.cluster.node_sizes} ranks, expected {list(node_sizes)}, the nodes of this"
+                    " run. Launch as the plan says, or correct or remove its cluster.",
+                    path="cluster.nodes",
+                )
+            if self.batch is None:
+                return
+            for group in shard_groups:
+                counts = [self.batch.ranks[rank].accumulation_steps for rank in group]
+                if len(set(counts)) > 1:
+                    raise PlanError(
+                        f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
+                        f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks'
+                        " gather parameters, or add gradients, together). Make them equal, or use a strategy that"
+                        " does not shard across these ranks.",
+                        path="batch.ranks",
+                    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values, in the layout of a plan file; parts that are not there are left out."""
+        document: dict[str, Any] = {"version": PLAN_VERSION, **self._what_changes_training()}
+        document.update({name: deepcopy(getattr(self, name)) for name in _ANNOTATIONS})
+        return {key: value for key, value in document.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, document: object) -> Plan:
+        """The plan in a plan file's layout.
+
+        Raises:
+            PlanError: unknown or missing keys, wrong types, impossible or contradicting values; it says where.
+        """
+        require_json(document)
+        require_version(document, PLAN_VERSION)
+        sections = require_object(
+            document,
+            required=("version", "strategy"),
+            optional=("batch", "automatic", "communication", "cluster", *_ANNOTATIONS),
+        )
+        communication = Communication()
+        if "communication" in sections:
+            with located("communication"):
+                communication = read_communication(sections["communication"])
+        batch = cluster = automatic = None
+        if sections.get("automatic") is not None:
+            with located("automatic"):
+                automatic = read_automatic(sections["automatic"])
+        if sections.get("batch") is not None:
+            with located("batch"):
+                batch = read_batch(sections["batch"])
+        if sections.get("cluster") is not None:
+            with located("cluster"):
+                cluster = read_cluster(sections["cluster"])
+        annotations = (sections.get(name) for name in _ANNOTATIONS)
+        return cls(sections["strategy"], batch, communication, cluster, *annotations, automatic)
+
+    def to_json(self) -> str:
+        """The text of a plan file."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str | None = None) -> Plan:
+        """The plan in the text of a plan file; `source` is where the text came from, for error messages.
+
+        Raises:
+            PlanError: as `from_dict`, and for text that is empty or not JSON, or has a key twice.
+        """
+        with located(source=source):
+            plan = cls.from_dict(parse_json(text))
+        object.__setattr__(plan, "source", source)
+        return plan
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file.
+
+        Raises:
+            PlanError: as `from_json`, and for a file that is missing, a directory, unreadable or not UTF-8.
+        """
+        with located(source=os.fspath(path)):
+            text = read_text(Path(path))
+        return cls.from_json(text, source=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan file. Whatever happens, `path` holds the old file or the whole new one.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        try:
+            write_whole(Path(path), self.to_json())
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the plan ({error.strerror}). Give a file name in a writable directory.",
+                source=os.fspath(path),
+            ) from error
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Plan | None:
+        """The plan that ACCELERATE_LSHDP_PLAN holds (JSON, if it starts with "{") or names (a path); None if unset.
+
+        Args:
+            environ: where to look the variable up; `os.environ` if None.
+
+        Raises:
+            PlanError: as `load` and `from_json`, and for a variable that is set to nothing.
+        """
+        value = (os.environ if environ is None else environ).get(PLAN_VARIABLE)
+        if value is None:
+            return None
+        if not value.strip():
+            raise PlanError(
+                "found nothing, expected a path or JSON. Set it, or unset the variable.", source=PLAN_VARIABLE
+            )
+        return cls.from_json(value, source=PLAN_VARIABLE) if value.lstrip().startswith("{") else cls.load(value)
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of what changes training: strategy, batch, communication and cluster. Ranks compare it.
+
+        Sizes that the run finds itself change the speed only, so `automatic` takes the place of `batch`.
+        """
+        document = self._what_changes_training()
+        if self.automatic is None:
+            del document["automatic"]  # as plans without it always had
+        else:
+            del document["batch"]
+        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def _what_changes_training(self) -> dict[str, Any]:
+        batch = None
+        if self.batch is not None:
+            batch = {
+                "total": self.batch.total,
+                "allow_unequal_accumulation": self.batch.allow_unequal_accumulation,
+                "ranks": [asdict(entry) for entry in self.batch.ranks],
+            }
+        cluster = None
+        if self.cluster is not None:
+            link = None if self.cluster.link is None else asdict(self.cluster.link)
+            cluster = {"nodes": [asdict(node) for node in self.cluster.nodes], "link": link}
+        return {
+            "strategy": self.strategy.value,
+            "batch": batch,
+            "automatic": None if self.automatic is None else self.automatic.to_dict(),
+            "communication": self.communication.to_dict(),
+            "cluster": cluster,
+        }
+
+    def __str__(self) -> str:
+        return describe_plan(self)
+
+
+def _plain_integer(value: object) -> object:
+    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
+        return value

@@ -1,0 +1,48 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How a plan is shown: ``print(plan)``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from accelerate_lshdp.documents.plan import Plan
+
+
+def describe_plan(plan: Plan) -> str:
+    """A plan as text: a line of options and a table of ranks."""
+    head = f"strategy {plan.strategy}, communication {plan.communication.dtype}"
+    if plan.communication.dtype == "powersgd":
+        head += f" of rank {plan.communication.powersgd_rank}"
+    if plan.automatic is not None:
+        total = plan.automatic.total
+        size = "the script's size (its batch size x ranks)" if total is None else total
+        head += f"\nautomatic batch sizes: the run cuts global batches of {size} by measurement"
+    elif plan.batch is None:
+        head += "\nequal batches: every loader keeps its own batch_size on every rank"
+    if plan.batch is None:
+        return f"Plan: {head}"
+    columns = ["rank", "micro-batch", "accumulation", "batch", "share"]
+    rows = [
+        [
+            entry.rank,
+            entry.micro_batch_size,
+            entry.accumulation_steps,
+            entry.batch_size,
+            entry.batch_size / plan.batch.total,
+        ]
+        for entry in plan.batch.ranks
+    ]
+    table = [columns, *([*map(str, row[:-1]), f"{row[-1]:.1%}"] for row in rows)]
+    table.append(["total", "", "", str(plan.batch.total), "100.0%"])
+    if plan.cluster is not None:
+        nodes = [str(index) for index, size in enumerate(plan.cluster.node_sizes) for _ in range(size)]
+        for line, cell in zip(table, ["node", *nodes, ""], strict=True):
+            line.insert(1, cell)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    scalars = {k: v for k, v in (plan.predicted or {}).items() if isinstance(v, (int, float))}
+    if scalars:
+        lines.append("predicted: " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
+    return "\n".join([f"Plan: {head}", *lines])

@@ -1,0 +1,289 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``Profile``: what one profiling run measured, as the one file that the planner reads. Needs no torch.
+
+Also the short form that a plan made without the ``profile`` command carries in its ``profile`` section.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
+from accelerate_lshdp.documents.plan_sections import Cluster, Strategy, read_cluster
+from accelerate_lshdp.documents.profile_sections import (
+    MeasuredRank,
+    Network,
+    ProfiledScript,
+    read_items,
+    read_network,
+    read_rank,
+    read_script,
+    require_array,
+)
+from accelerate_lshdp.documents.strict_reading import parse_json, require_json
+from accelerate_lshdp.documents.value_checks import (
+    PlanError,
+    describe,
+    located,
+    require_choice,
+    require_integer,
+    require_name,
+    require_number,
+    require_object,
+)
+
+
+PROFILE_VERSION = 1
+PROFILE_KIND = "profile"
+_SECTIONS = ("strategy", "subject", "cluster", "ranks", "bucket_bytes", "network", "measured_seconds", "versions")
+_SHORT_KEYS = {"rank", "batch_sizes", "seconds", "max_micro_batch_size"}
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read, is malformed, or cannot be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What one profiling run measured; the same value on all ranks.
+
+    Args:
+        strategy: the one that it was measured for.
+        subject: what was profiled.
+        cluster: the nodes, in rank order.
+        ranks: one entry a rank, in rank order.
+        bucket_bytes: what each gradient bucket has on the wire, in the order in which they travel.
+        network: None for a single rank.
+        measured_seconds: how long the profiling run took.
+        versions: of the libraries that were measured.
+
+    Raises:
+        ProfileError: an impossible or contradicting value; it says where.
+    """
+
+    strategy: Strategy
+    subject: ProfiledScript
+    cluster: Cluster
+    ranks: tuple[MeasuredRank, ...]
+    bucket_bytes: tuple[int, ...]
+    network: Network | None
+    measured_seconds: float
+    versions: dict[str, str]
+
+    def __post_init__(self) -> None:
+        with _profile_errors():
+            require_choice(self.strategy, "strategy", [member.value for member in Strategy])
+            object.__setattr__(self, "strategy", Strategy(self.strategy))
+            object.__setattr__(self, "ranks", tuple(self.ranks))
+            object.__setattr__(self, "bucket_bytes", tuple(require_array(self.bucket_bytes, "bucket_bytes")))
+            for index, size in enumerate(self.bucket_bytes):
+                require_integer(size, f"bucket_bytes[{index}]", least=1, most=2**63 - 1)
+            require_number(self.measured_seconds, "measured_seconds", positive=False)
+            if not isinstance(self.versions, dict):
+                raise PlanError(f"found {describe(self.versions)}, expected an object.", path="versions")
+            for library, version in self.versions.items():
+                require_name(version, f"versions.{library}", "a version")
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        if sum(self.cluster.node_sizes) != len(self.ranks):
+            raise PlanError(
+                f"found {len(self.ranks)} ranks, expected {sum(self.cluster.node_sizes)}, those of the nodes in"
+                " cluster. Measure again.",
+                path="ranks",
+            )
+        for place, rank in enumerate(self.ranks):
+            if rank.rank != place:
+                raise PlanError(
+                    f"found rank {rank.rank}, expected {place}: ranks stand in order. Measure again.",
+                    path=f"ranks[{place}].rank",
+                )
+            if len(rank.bucket_ready) != len(self.bucket_bytes):
+                raise PlanError(
+                    f"found {len(rank.bucket_ready)} curves for {len(self.bucket_bytes)} buckets, expected one for"
+                    " each. Measure again.",
+                    path=f"ranks[{place}].bucket_ready",
+                )
+
+    # What planning needs
+
+    def rank_profiles(self) -> list[RankProfile]:
+        """The ranks as the planner sees them."""
+        return [rank.profile() for rank in self.ranks]
+
+    def bucket_seconds(self) -> list[float] | None:
+        """Seconds of each bucket's all-reduce, None where nothing overlaps with the backward.
+
+        Nothing overlaps on a single rank, and under the world-sharded strategies: they gather and reduce each unit
+        while the rank waits.
+        """
+        if self.network is None or not self.bucket_bytes or self.strategy.is_world_sharded:
+            return None
+        return [self.network.all_reduce.seconds(size) for size in self.bucket_bytes]
+
+    def communication_seconds(self) -> float:
+        """Seconds that a step's gradients, and under world-sharded strategies the parameters, take on the network.
+
+        An all-reduce is a reduce-scatter and an all-gather; ``fsdp`` gathers once more, for the backward.
+        """
+        if self.network is None:
+            return 0.0
+        all_reduces = sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes)
+        return 1.5 * all_reduces if self.strategy in (Strategy.FSDP, Strategy.FSDP_OFFLOAD) else all_reduces
+
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that share one copy of the parameters, group by group, as the engine will form them.
+
+        Nodes with different numbers of ranks have one copy each on CPUs only, where the ranks share memory.
+        """
+        sizes = self.cluster.node_sizes
+        ends = list(accumulate(sizes))
+        if self.strategy.is_world_sharded:
+            return [list(range(ends[-1]))]
+        on_cpus = all(node.device == "cpu" for node in self.cluster.nodes)
+        if self.strategy.is_node_sharded and (on_cpus or len(set(sizes)) == 1):
+            return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+        return [[rank] for rank in range(ends[-1])]
+
+    # As a file
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as JSON values, in the layout of a profile file."""
+        return {
+            "version": PROFILE_VERSION,
+            "kind": PROFILE_KIND,
+            "strategy": str(self.strategy),
+            "subject": {**asdict(self.subject), "arguments": list(self.subject.arguments)},
+            "cluster": {"nodes": [asdict(node) for node in self.cluster.nodes]},
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "bucket_bytes": list(self.bucket_bytes),
+            "network": self.network and self.network.to_dict(),
+            "measured_seconds": self.measured_seconds,
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_dict(cls, document: object) -> Profile:
+        """The profile in a profile file's layout.
+
+        Raises:
+            ProfileError: unknown or missing keys, wrong types, impossible or contradicting values; it says where.
+        """
+        with _profile_errors():
+            require_json(document)
+            _require_kind(document)
+            sections = require_object(document, required=("version", "kind", *_SECTIONS))
+            with located("subject"):
+                subject = read_script(sections["subject"])
+            with located("cluster"):
+                cluster = read_cluster(sections["cluster"])
+            ranks = read_items(sections["ranks"], "ranks", read_rank)
+            network = None
+            if sections["network"] is not None:
+                with located("network"):
+                    network = read_network(sections["network"])
+            values = {name: sections[name] for name in ("strategy", "bucket_bytes", "measured_seconds", "versions")}
+        return cls(subject=subject, cluster=cluster, ranks=ranks, network=network, **values)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """The profile in a file.
+
+        Raises:
+            ProfileError: as `from_dict`, and for a file that cannot be read or is not JSON.
+        """
+        expected = "expected a profile that `accelerate-lshdp profile` wrote. Give the path of one"
+        try:
+            document = parse_json(Path(path).read_text(encoding="utf-8-sig"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(f"{os.fspath(path)}: found nothing that can be read ({error}), {expected}") from error
+        except PlanError as error:
+            raise ProfileError(f"{os.fspath(path)}: found no JSON document, {expected}") from error
+        with _profile_errors(f"{os.fspath(path)}: "):
+            return cls.from_dict(document)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile file. Whatever happens, `path` holds the old file or the whole new one.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        try:
+            write_whole(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ProfileError(
+                f"{os.fspath(path)}: cannot write the profile ({error.strerror}). Give a file name in a writable"
+                " directory"
+            ) from error
+
+
+@contextmanager
+def _profile_errors(before: str = "") -> Iterator[None]:
+    """Turns errors of the readers that plans and profiles share into those of a profile."""
+    try:
+        yield
+    except ValueError as error:
+        raise ProfileError(f"{before}{error}") from error
+
+
+def _require_kind(document: object) -> None:
+    """Asked first, as other errors may follow from it."""
+    if not isinstance(document, dict):
+        return
+    for key, expected in (("kind", PROFILE_KIND), ("version", PROFILE_VERSION)):
+        found = document.get(key)
+        if type(found) is not type(expected) or found != expected:
+            raise PlanError(
+                f"found {describe(found)}, expected {json.dumps(expected)}: this is no profile, or one of another"
+                " version of accelerate_lshdp. Write one with `accelerate-lshdp profile`.",
+                path=key,
+            )
+
+
+def write_profiles(profiles: Sequence[RankProfile]) -> dict[str, Any]:
+    """``{"ranks": [{"rank", "batch_sizes", "seconds", "max_micro_batch_size"}, ...]}``, in rank order."""
+    return {
+        "ranks": [
+            {
+                "rank": rank,
+                "batch_sizes": list(profile.time.batch_sizes),
+                "seconds": list(profile.time.seconds),
+                "max_micro_batch_size": profile.max_micro_batch_size,
+            }
+            for rank, profile in enumerate(profiles)
+        ]
+    }
+
+
+def read_profiles(document: Mapping[str, Any]) -> list[RankProfile]:
+    """The profiles in a plan's ``profile`` section: a whole `Profile`, or what `write_profiles` made.
+
+    Raises:
+        ValueError: it does not describe ranks 0, 1, ... in order, or a value is impossible.
+    """
+    if isinstance(document, Mapping) and document.get("kind") == PROFILE_KIND:
+        return Profile.from_dict(document).rank_profiles()
+    entries = document.get("ranks") if isinstance(document, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"found {document!r:.200}, expected an object with a list of ranks: measure the ranks again")
+    profiles = []
+    for rank, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or set(entry) != _SHORT_KEYS or entry["rank"] != rank:
+            raise ValueError(
+                f"found {entry!r:.200} at place {rank} of the profile, expected rank {rank} with"
+                f" {sorted(_SHORT_KEYS)}: measure the ranks again"
+            )
+        try:
+            curve = TimeCurve(entry["batch_sizes"], entry["seconds"])
+            profiles.append(RankProfile(curve, entry["max_micro_batch_size"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the profile of rank {rank}: {error}") from error
+    return profiles

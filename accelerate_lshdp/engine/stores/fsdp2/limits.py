@@ -1,0 +1,124 @@
+"""What needs whole parameters and so does not work where FSDP2 shards them, said before it goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
+
+
+#: Optimizers that torch cannot run on shards, by the name of their class: transformers has an Adafactor, too.
+_WHOLE_PARAMETERS = ("Adafactor", "Rprop", "SparseAdam")
+_INSTEAD = "Use strategy ddp, or on CPUs lsdp with the memory that the ranks of a node share"
+
+
+def check_sharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer can update the parameters that it holds.
+
+    Raises:
+        ValueError: some are sharded, and it needs them whole.
+    """
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    if not sharded:
+        return
+    names = {ancestor.__name__ for ancestor in type(optimizer).__mro__}
+    cut = any(parameter.device_mesh.size() > 1 for parameter in sharded)
+    if names & set(_WHOLE_PARAMETERS) or ("LBFGS" in names and cut):
+        instead = "Use strategy ddp" if "LBFGS" in names else _INSTEAD
+        raise ValueError(
+            f"found the optimizer {type(optimizer).__name__}, which needs whole parameters, but the strategy shards "
+            f"them. {instead}, or an optimizer that works on each element, such as AdamW"
+        )
+
+
+def shards_of_state(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
+    """An optimizer's state of a whole parameter, cut as the parameter has been."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            return value
+        return distribute_tensor(value, mesh, placements, src_data_rank=None)  # all ranks have the same
+
+    return {name: cut(value) for name, value in state.items()}
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Checks that no embedding of a model has sparse gradients.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.weight.requires_grad:
+                raise ValueError(
+                    f"found sparse=True in {name or 'the model'} ({type(module).__name__}): gradients are summed over "
+                    "the ranks as dense tensors. Use sparse=False"
+                )
+
+
+def refuse_double_backward(root: FSDPModule) -> None:
+    """Lets gradients of gradients (``create_graph=True``) fail with a message: FSDP2 has freed what they need."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in param_groups(module):
+                _refuse_in(group)
+
+
+def _refuse_in(group: Any) -> None:
+    begin = group.pre_backward
+
+    def pre_backward(*arguments: Any) -> None:
+        if torch.is_grad_enabled():  # in a backward: whether it makes a graph itself
+            raise RuntimeError(
+                "found gradients of gradients (create_graph=True) of a sharded model: its whole parameters exist for "
+                f"one forward and one backward only. {_INSTEAD}"
+            )
+        begin(*arguments)
+
+    group.pre_backward = pre_backward
+
+
+class _Refusal:
+    """Stands in for a method of a sharded module that would need whole parameters."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise RuntimeError(self._message)
+
+
+class _SavePretrained:
+    """``save_pretrained`` of a sharded module, which needs the whole state dict from its caller."""
+
+    def __init__(self, save: Callable[..., Any]) -> None:
+        self._save = save
+
+    def __call__(self, save_directory: Any, *arguments: Any, **keywords: Any) -> Any:
+        if keywords.get("state_dict") is None and (len(arguments) < 2 or arguments[1] is None):
+            raise RuntimeError(
+                "found save_pretrained without a state_dict on a sharded model, of which this rank has its shards "
+                "only. Call state = accelerator.get_state_dict(model) on all ranks, and then "
+                "save_pretrained(..., state_dict=state)"
+            )
+        return self._save(save_directory, *arguments, **keywords)
+
+
+def guard_methods(module: nn.Module) -> None:
+    """Gives a sharded module methods that refuse, with what to do instead, where torch's own fail or mislead."""
+    vars(module)["__deepcopy__"] = _Refusal(
+        "found copy.deepcopy (AveragedModel calls it, too) of a sharded model: its parameters are shards that only "
+        "work in this place. Copy the model before prepare(), or make a new one and load "
+        "accelerator.get_state_dict(model) into it"
+    )
+    save = getattr(module, "save_pretrained", None)
+    if save is not None:
+        vars(module)["save_pretrained"] = _SavePretrained(save)

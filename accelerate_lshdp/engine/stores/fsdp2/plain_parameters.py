@@ -1,0 +1,83 @@
+"""Parameters of a sharded model that cannot be cut: numbers (CLIP's ``logit_scale``) and empty ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+def without_shards(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that FSDP2 cannot shard; it has to ignore them."""
+    return [parameter for parameter in module.parameters() if _cannot_be_cut(parameter)]
+
+
+class PlainParameters:
+    """Sums the gradients of parameters that every rank keeps whole, after the backward: they are single numbers.
+
+    Args:
+        parameters: those that are trained, on the device where the forward runs.
+        clock: counts the time spent waiting.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], clock: WaitClock) -> None:
+        self.parameters = list(parameters)
+        self._clock = clock
+        self._earlier: list[torch.Tensor | None] = []  # gradients that were final already
+        self._holds_local = False  # whether .grad is this rank's own, not yet summed
+
+    def begin(self) -> None:
+        """A backward begins."""
+        if not self._holds_local:
+            self._earlier = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def finish(self, synchronise: bool) -> None:
+        """The backward is over; if ``synchronise``, sums gradients over all ranks (collective)."""
+        self._holds_local = not synchronise
+        if not synchronise or not self.parameters:
+            return
+        numbers = [p for p in self.parameters if p.numel()]
+        if numbers and dist.get_world_size() > 1:
+            zero = torch.zeros((), dtype=torch.float32)
+            total = torch.stack([(zero if p.grad is None else p.grad).to(p.device, torch.float64) for p in numbers])
+            with self._clock.waiting():
+                dist.all_reduce(total)
+            for parameter, value in zip(numbers, total, strict=True):
+                parameter.grad = value.to(parameter.dtype)
+        self._give_back()
+
+    def cancel(self) -> None:
+        """The loss did not depend on the model."""
+        if not self._holds_local:
+            self._give_back()
+
+    def abandon(self) -> None:
+        """The backward failed."""
+        self._holds_local = False
+        self._earlier = []
+
+    def _give_back(self) -> None:
+        for parameter, earlier in zip(self.parameters, self._earlier, strict=False):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+        self._earlier = []
+
+
+def step_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Keeps an optimizer from stepping sharded and whole parameters of a group together, which torch cannot."""
+    for group in optimizer.param_groups:
+        sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
+        # Others may still become sharded, when their model is prepared.
+        if sharded and any(_cannot_be_cut(p) for p in group["params"] if not isinstance(p, DTensor)):
+            group.update({name: False for name in ("foreach", "fused") if name in group})
+
+
+def _cannot_be_cut(parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 0 or parameter.numel() == 0

@@ -1,0 +1,486 @@
+"""Sharded parameters on FSDP2: every strategy but ``ddp``.
+
+``fully_shard`` shards each unit over a one-dimensional mesh: the world, or this node's ranks. Where nodes hold copies,
+the shard's gradient is summed between nodes by our own reduction, started from FSDP2's all-reduce hook while the
+backward goes on (on gloo FSDP2's built-in two-dimensional mesh blocks the backward at every unit).
+
+All collectives sum; the loss carries each rank's weight. So FSDP2 is told to divide by 1 and to use sums only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from accelerate_lshdp.engine.loading import follow_loading, require_same_names
+from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
+from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
+from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
+from accelerate_lshdp.engine.stores.fsdp2.unsummed_gradients import ZeroGrad, drop_unsummed, holds_unsummed
+from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups, reduce_unused_parameters
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+@dataclass
+class _Unit:
+    """One FSDP2 parameter group that has trainable parameters."""
+
+    module: FSDPModule
+    fsdp_params: list[FSDPParam] = field(default_factory=list)  # those that were trainable in ``prepare``
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    local: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (offset, this node's earlier gradients)
+
+    def layout(self) -> list[tuple[nn.Parameter, int]]:
+        """Parameters in the gradient buffer (those not frozen now), and the elements of each one's padded shard."""
+        pairs = zip(self.parameters, self.fsdp_params, strict=True)
+        return [(p, fsdp_param.padded_sharded_param_size.numel()) for p, fsdp_param in pairs if p.requires_grad]
+
+    def shapes(self) -> list[torch.Size]:
+        """Of the padded shards in the gradient buffer."""
+        pairs = zip(self.parameters, self.fsdp_params, strict=True)
+        return [fsdp_param.padded_sharded_param_size for p, fsdp_param in pairs if p.requires_grad]
+
+
+class ShardedModel(PreparedModel):
+    """A model whose parameters are sharded by FSDP2.
+
+    Args:
+        module: the model in host memory or on its device, identical on all ranks; it is changed in place.
+        units: groups of modules that are gathered together (``choose_units``).
+        policies: the resolved strategy.
+        shard_group: the ranks that share one copy of the parameters.
+        reduction: sums a shard's gradient over the nodes; None if no other rank holds this shard.
+        device: where the forward runs.
+        clock: counts the time spent in communication.
+        all_gather: gathers a unit's parameters from the shard group.
+        reduce_scatter: sums a unit's gradients and scatters them over the shard group.
+        prefetch: number of units gathered ahead on devices with streams.
+    """
+
+    can_be_completed = False  # FSDP2 gathers and scatters a unit in the middle of autograd
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[nn.Module, ...]],
+        policies: ShardingPolicies,
+        *,
+        shard_group: dist.ProcessGroup,
+        reduction: GradientReduction | None,
+        device: torch.device,
+        clock: WaitClock,
+        all_gather: AllGather,
+        reduce_scatter: ReduceScatter,
+        prefetch: int = 1,
+    ) -> None:
+        super().__init__(module, clock)
+        self.policies = policies
+        self.reduction = reduction
+        self._device = device
+        self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
+        ignored = without_shards(module)
+        for parameter in ignored:
+            parameter.data = parameter.data.to(device)
+        self._shard(module, units, prefetch, ignored)
+        self._units = self._collect_units(module)
+        self._plain = PlainParameters([p for p in ignored if p.requires_grad], clock)
+        self._parameters = [p for unit in self._units for p in unit.parameters] + self._plain.parameters
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
+        self._configure(device, all_gather, reduce_scatter)
+        refuse_double_backward(module)
+        guard_methods(module)
+        follow_loading(self)
+        vars(module)["zero_grad"] = ZeroGrad(module)
+        self._synchronise = False
+        self._overlaps = True
+        self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
+        self._ran: set[int] = set()  # modules of units that had a forward since the last backward
+        self._skipped: set[int] = set()  # units that had none before the current backward
+        self._stood_in: dict[int, torch.Tensor] = {}
+        self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
+        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if would_stay(convert, self.module, self._device):
+            return True
+        raise RuntimeError(
+            "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
+            "are sharded over the ranks and stay where prepare() put them: convert the model before prepare(), or "
+            "take its weights with accelerator.get_state_dict(model) and load them into another model"
+        )
+
+    def refuse_copy(self) -> None:
+        raise RuntimeError(
+            "found a prepared model that is to be pickled. This rank has only its shards of the parameters: save it "
+            "with accelerator.save_model or save_state, or save what accelerator.get_state_dict(model) gives"
+        )
+
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        for module in self._fsdp_modules():
+            for group in param_groups(module):
+                gathered = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params]
+                yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
+
+    # Setting up
+
+    def _shard(
+        self,
+        module: nn.Module,
+        units: Sequence[tuple[nn.Module, ...]],
+        prefetch: int,
+        ignored: Sequence[nn.Parameter],
+    ) -> None:
+        policies = self.policies
+        options = {"mesh": self.mesh, "mp_policy": policies.precision, "offload_policy": policies.offload}
+        options["ignored_params"] = set(ignored)
+        for unit in units:
+            target = list(unit) if len(unit) > 1 else unit[0]
+            fully_shard(target, reshard_after_forward=policies.reshard_after_forward, **options)
+        if policies.output_dtype is not None:
+            root_precision = type(policies.precision)(
+                param_dtype=policies.precision.param_dtype,
+                reduce_dtype=policies.precision.reduce_dtype,
+                output_dtype=policies.output_dtype,
+            )
+            options["mp_policy"] = root_precision
+        # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
+        fully_shard(module, reshard_after_forward=False, **options)
+        module.register_forward_hook(_drop_after_evaluation)
+        heads = [unit[0] for unit in units]
+        if prefetch > 1:
+            for index, head in enumerate(heads):
+                head.set_modules_to_forward_prefetch(heads[index + 1 : index + 1 + prefetch])
+                head.set_modules_to_backward_prefetch(heads[max(0, index - prefetch) : index][::-1])
+
+    def _collect_units(self, module: nn.Module) -> list[_Unit]:
+        """Units with trainable parameters, in the order in which a backward usually reaches them; the root is last."""
+        heads, seen = [], set()
+        for candidate in module.modules():
+            if isinstance(candidate, FSDPModule) and id(candidate._get_fsdp_state()) not in seen:
+                seen.add(id(candidate._get_fsdp_state()))
+                heads.append(candidate)
+        root, *blocks = heads
+        units, index = [], 0
+        for head in [*reversed(blocks), root]:
+            unit = _Unit(head)
+            for group in param_groups(head):
+                for fsdp_param in group.fsdp_params:
+                    if fsdp_param.sharded_param.requires_grad:
+                        unit.fsdp_params.append(fsdp_param)
+                        unit.parameters.append(fsdp_param.sharded_param)
+                        unit.indices.append(index)
+                        index += 1
+            if unit.parameters:
+                units.append(unit)
+        return units
+
+    def _fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+
+    def _configure(self, device: torch.device, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        for module in self._fsdp_modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self.mesh.size() > 1:
+                module.set_custom_all_gather(all_gather)
+                module.set_custom_reduce_scatter(reduce_scatter)
+        # A parameter that this rank did not use still takes part: other ranks send its gradient.
+        reduce_unused_parameters(self.module)
+        # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
+        stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
+        for number, unit in enumerate(self._units):
+            if self._reductions is not None:
+                unit.module.set_all_reduce_hook(self._reduce_hook(number, unit), stream=stream)
+            for member in unit.module._get_fsdp_state()._modules:
+                member.register_forward_pre_hook(self._usage_hook(unit))
+        first = len(self._parameters) - len(self._plain.parameters)
+        mark_used = self._marker()
+        for index, parameter in enumerate(self._plain.parameters, first):
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
+
+    def _marker(self) -> Callable[[int], None]:
+        """`mark_used` for hooks of autograd: a cycle through one would never be collected."""
+        reference = weakref.ref(self)
+
+        def mark_used(index: int) -> None:
+            prepared = reference()
+            if prepared is not None:
+                prepared.mark_used(index)
+
+        return mark_used
+
+    def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
+        """Watches the gathered parameters, which exist from the first forward on, for gradients."""
+        watched: set[int] = set()
+        mark_used = self._marker()
+
+        def before_forward(module: nn.Module, args: tuple) -> None:
+            if not self.in_backward:
+                self._ran.add(id(module))  # without gradients too: reentrant checkpointing brings them in the backward
+                if torch.is_grad_enabled():
+                    self._forwards[id(module)] += 1
+            if len(watched) == len(unit.indices):
+                return
+            for index, fsdp_param in zip(unit.indices, unit.fsdp_params, strict=True):
+                whole = getattr(fsdp_param, "_unsharded_param", None)
+                if index not in watched and whole is not None and whole.requires_grad:
+                    watched.add(index)
+                    whole.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
+
+        return before_forward
+
+    # One backward
+
+    def begin_backward(self, synchronise: bool) -> None:
+        self.forget_cleared()
+        if self._reductions is not None and any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(
+                "found parameters unfrozen that were frozen when the model was prepared, so their gradients have no "
+                "place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible later, too"
+            )
+        self.in_backward, self.took_part = True, False
+        self._synchronise = synchronise
+        self._plain.begin()
+        if self._reductions is not None:
+            self._reductions.begin()
+        # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
+        # a reduction between nodes is under way: with several forwards everything is summed on the node first.
+        self._overlaps = max(self._forwards.values(), default=0) <= 1
+        self._forwards.clear()
+        if self._ran:  # else this is another backward through the same forward
+            ran = [{id(member) for member in unit.module._get_fsdp_state()._modules} for unit in self._units]
+            self._skipped = {number for number, members in enumerate(ran) if not members & self._ran}
+            self._ran.clear()
+        if all(parameter.grad is None for parameter in self._parameters):
+            self._earlier.clear()  # zero_grad has dropped what these were to be added to
+        if self.policies.strategy.is_world_sharded:
+            # Unsynchronised gradients stay whole on each rank: anything less would have to travel between nodes.
+            self.module.set_requires_gradient_sync(synchronise)
+            if self.policies.gather_once_a_step:
+                self.module.set_reshard_after_backward(synchronise)
+        elif synchronise and self._holds_local:
+            if self._overlaps:
+                self._set_aside_local()
+        elif not self._holds_local:
+            self._set_aside_final()
+
+    def _set_aside_local(self) -> None:
+        """Takes this node's own sums out of ``.grad``, to be added to each unit's buffer before it travels."""
+        for unit in self._units:
+            offset = 0
+            for parameter, size in unit.layout():
+                if parameter.grad is not None:
+                    unit.local.append((offset, parameter.grad.to_local()))
+                    parameter.grad = None
+                offset += size
+        self._holds_local = False
+
+    def _set_aside_final(self) -> None:
+        """Takes gradients of an earlier, synchronised backward out of ``.grad``: they must not be summed again."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _reduce_hook(self, number: int, unit: _Unit):  # noqa: ANN202 - a closure for FSDP2
+        gradient_dtype = unit.parameters[0].dtype
+
+        def reduce_between_nodes(buffer: torch.Tensor) -> None:
+            used_on_this_stream(buffer)
+            if not (self._synchronise and self._overlaps):
+                return
+            self._add_local(unit, buffer)
+            if buffer.device.type == "cpu" and buffer.dtype == gradient_dtype:
+                self._reductions.ready(number, buffer, unit.shapes())
+            else:
+                # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
+                # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
+                for skipped in sorted(self._skipped & set(range(number)) - self._stood_in.keys()):
+                    self._stood_in[skipped] = self._stand_in(self._units[skipped])
+                    self._reductions.now(skipped, self._stood_in[skipped], self._units[skipped].shapes())
+                self._reductions.now(number, buffer, unit.shapes())
+
+        return reduce_between_nodes
+
+    def _add_local(self, unit: _Unit, buffer: torch.Tensor) -> None:
+        for offset, gradient in unit.local:
+            used_on_this_stream(gradient)  # it is dropped below, when the sum may not have been taken yet
+            buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
+        unit.local.clear()
+
+    def deliver_backward(self) -> None:
+        if not self._synchronise or self._reductions is None:
+            return
+        if not self._overlaps:
+            self._set_aside_local()
+        for number in self._reductions.missing():
+            self._stood_in[number] = self._stand_in(self._units[number])
+            self._reductions.ready(number, self._stood_in[number], self._units[number].shapes())
+
+    def finish_backward(self) -> None:
+        self.in_backward = False
+        self._plain.finish(self._synchronise)
+        if self.policies.strategy.is_world_sharded:
+            return
+        if not self._synchronise:
+            self._holds_local = True
+            return
+        self._synchronise = False
+        if self._reductions is not None:
+            self._reductions.finish()
+            for number, buffer in self._stood_in.items():
+                self._take_gradients(self._units[number], buffer)
+            self._stood_in.clear()
+        else:
+            for unit in self._units:
+                self._deliver_local(unit)
+        self._holds_local = False
+        self._give_back_final()
+
+    def _give_back_final(self) -> None:
+        for parameter, gradient in self._earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self._earlier.clear()
+
+    def _stand_in(self, unit: _Unit) -> torch.Tensor:
+        """This rank's part of the gradient of a unit that its forward did not run in this backward."""
+        dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
+        buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self.mesh.device_type)
+        self._add_local(unit, buffer)
+        return buffer
+
+    def _take_gradients(self, unit: _Unit, buffer: torch.Tensor) -> None:
+        """Gives a unit's parameters their gradients from its reduced buffer, as FSDP2 does for units that ran."""
+        pieces = buffer.split([size for _, size in unit.layout()])
+        for (parameter, _), piece in zip(unit.layout(), pieces, strict=True):
+            local = parameter.to_local()
+            piece = piece[: local.numel()].view(local.shape)
+            parameter.grad = _like(parameter, piece.to(local.device, local.dtype))
+
+    def _deliver_local(self, unit: _Unit) -> None:
+        """One node alone: earlier micro-batches' gradients go back, as nothing was added to a buffer."""
+        offset = 0
+        local = dict(unit.local)
+        for parameter, size in unit.layout():
+            if offset in local:
+                earlier = _like(parameter, local[offset])
+                parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+            offset += size
+        unit.local.clear()
+
+    # Over the world, gradients that were not synchronised are whole, and FSDP2's until they are: not in .grad.
+
+    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
+        return any(self._unsummed(among)) or super().holds_gradients(among)
+
+    def has_gradients(self) -> bool:
+        return any(self._unsummed()) or super().has_gradients()
+
+    def drop_unsummed(self, parameters: Collection[int] | None = None) -> None:
+        for fsdp_param in self._unsummed(parameters):
+            drop_unsummed(fsdp_param)
+        if not self.has_gradients():
+            self.local.clear()
+
+    def _unsummed(self, among: Collection[int] | None = None) -> Iterator[FSDPParam]:
+        """The parameters, among those with these ids, of which FSDP2 holds a gradient of this rank alone."""
+        if not (self.policies.strategy.is_world_sharded and self.local.held):
+            return
+        for unit in self._units:
+            for fsdp_param, parameter in zip(unit.fsdp_params, unit.parameters, strict=True):
+                if holds_unsummed(fsdp_param) and (among is None or id(parameter) in among):
+                    yield fsdp_param
+
+    def drop_gradients(self) -> None:
+        self.drop_unsummed()
+        super().drop_gradients()
+        self._holds_local = False
+        self._plain.abandon()
+        self._earlier.clear()
+        for unit in self._units:
+            unit.local.clear()
+
+    def before_step(self) -> None:
+        super().before_step()
+        self._drop_gathered()
+
+    def loading_begins(self, state: dict[str, Any]) -> None:
+        require_same_names(state)
+        self._drop_gathered()
+
+    def parameters_loaded(self) -> None:
+        self._drop_gathered()
+
+    def _drop_gathered(self) -> None:
+        """A forward without a backward (metrics) may have left parameters gathered, with which FSDP2 would go on."""
+        for module in self._fsdp_modules():
+            module.reshard()
+
+    def cancel_backward(self) -> None:
+        self.in_backward = False
+        self._plain.cancel()
+        if self._synchronise and any(unit.local for unit in self._units):
+            for unit in self._units:
+                self._deliver_local(unit)
+            self._holds_local = True
+        elif not self._holds_local:
+            self._give_back_final()
+        self._synchronise = False
+
+    def abandon_backward(self) -> None:
+        self.in_backward = self._synchronise = self._holds_local = False
+        self._plain.abandon()
+        self._earlier.clear()
+        self._stood_in.clear()
+        for unit in self._units:
+            unit.local.clear()
+        if self._reductions is not None:
+            self._reductions.reset()
+        if self.module._get_fsdp_state()._is_root is None:
+            return  # it never had a forward, and FSDP2 has no state to reset before that
+        forget_iteration(self.module)
+        # What FSDP2 forgets to reset: the whole gradients of units that the backward did not complete.
+        for module in self._fsdp_modules():
+            for group in param_groups(module):
+                for fsdp_param in group.fsdp_params:
+                    drop_unsummed(fsdp_param)
+
+
+def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> None:
+    """Drops the gathered parameters that a forward without gradients has left: no backward will need them.
+
+    FSDP2 would go on with them in the next forward, whatever became of the shards meanwhile: optimizers that have
+    other weights for evaluation, and averages of weights that are swapped in and out, change these in place.
+    """
+    if not torch.is_grad_enabled() and PreparedModel.of(module) is not None:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
+    """A DTensor with the parameter's layout and this rank's piece, beside the parameter: offloaded, if that is."""
+    whole = torch.empty_like(parameter, requires_grad=False)  # `from_local` moves to the device of the mesh
+    whole.to_local().copy_(local)
+    return whole

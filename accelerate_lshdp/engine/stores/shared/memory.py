@@ -1,0 +1,239 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Memory that the ranks of one node share, and how they wake each other and notice that one has gone.
+
+The memory has no name (memfd): the kernel frees it when the last process that maps it ends, however it ends. Ranks are
+connected by Unix sockets. A byte on a socket says "look again"; what there is to see lies in the memory. Waiting this
+way takes no time of the processor, which spinning would take from ranks that share it, and a peer that ends, even by a
+signal, closes its sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.topology import Topology
+
+
+#: Tensors begin at multiples of this many bytes: a cache line.
+ALIGNMENT = 64
+_CONNECT_SECONDS = 60.0
+_HELLO = struct.Struct("=i")
+
+
+class NodeMemoryError(RuntimeError):
+    """The ranks of a node cannot share memory, or one of them has gone."""
+
+
+class Layout:
+    """Hands out places in a memory that is still to be made."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def place(self, count: int) -> int:
+        """The offset of ``count`` bytes."""
+        offset = self.bytes
+        self.bytes += -(-count // ALIGNMENT) * ALIGNMENT
+        return offset
+
+
+class NodeMemory:
+    """One piece of memory, mapped by every rank of a node.
+
+    Make it with :meth:`create`.
+
+    Args:
+        memory: the mapping.
+        peers: connected sockets by local rank.
+        local_rank: of this process on its node.
+    """
+
+    def __init__(self, memory: mmap.mmap, peers: dict[int, socket.socket], local_rank: int) -> None:
+        self.local_rank = local_rank
+        self.size = len(peers) + 1
+        self.gone: set[int] = set()
+        self._memory = memory
+        self._peers = peers
+        self._bell, self._hears = socket.socketpair()
+        self._poll = select.poll()
+        self._rank_of = {peer.fileno(): rank for rank, peer in peers.items()}
+        for listened in (*peers.values(), self._hears):
+            listened.setblocking(False)
+            self._poll.register(listened, select.POLLIN)
+        self._bell.setblocking(False)
+        _memories.add(self)
+
+    @staticmethod
+    def missing() -> str | None:
+        """None where ranks can share memory, else the reason why not."""
+        if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+            return "shared memory without a name (memfd) exists on Linux only"
+        return None
+
+    @classmethod
+    def create(cls, topology: Topology, count: int) -> NodeMemory:
+        """Makes the memory of this node (collective over all ranks of all nodes); it holds zeros.
+
+        Args:
+            topology: nodes and ranks.
+            count: bytes.
+
+        Raises:
+            NodeMemoryError: on all ranks, if the ranks of any node cannot reach each other or there is no memory.
+        """
+        made = listener = error = None
+        try:
+            listener = _listener(topology.world_size)
+        except OSError as caught:
+            error = f"rank {topology.rank}: {type(caught).__name__}: {caught}"
+        # All ranks tell, whatever happened to them: these calls are collective.
+        addresses: list[bytes] = [b""] * topology.world_size
+        dist.all_gather_object(addresses, listener.getsockname() if listener is not None else b"")
+        if listener is not None:
+            with listener:
+                try:
+                    made = _join(topology, count, listener, addresses)
+                except NodeMemoryError as caught:
+                    error = f"rank {topology.rank}: {caught}"
+        errors: list[str | None] = [None] * topology.world_size
+        dist.all_gather_object(errors, error)
+        if any(errors):
+            if made is not None:
+                made.close()
+            raise NodeMemoryError(
+                f"the ranks of a node cannot share memory ({'; '.join(filter(None, errors))}). They have to be "
+                "processes of one user on one machine, in one network namespace, with memory left; or use "
+                f"{option_advice('intra_node', 'collectives')}"
+            )
+        return made
+
+    def tensor(self, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A view of the memory as a tensor; it keeps the memory alive."""
+        count = torch.Size(shape).numel()
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """A view of the memory as an array."""
+        count = int(np.prod(shape))
+        return np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).reshape(shape)
+
+    def wake(self) -> None:
+        """Lets all other ranks of the node return from ``listen``."""
+        for peer in self._peers.values():
+            # A full socket holds bytes that will wake the peer; a broken one is found by ``listen``; and who closes
+            # them has said why.
+            with contextlib.suppress(OSError):
+                peer.send(b"!")
+
+    def ring(self) -> None:
+        """Lets this rank's own ``listen`` return."""
+        with contextlib.suppress(OSError):
+            self._bell.send(b"!")
+
+    def listen(self, seconds: float) -> None:
+        """Blocks until another rank calls ``wake``, this one calls ``ring``, a rank ends, or time is over."""
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            rank = self._rank_of.get(descriptor)
+            source = self._hears if rank is None else self._peers[rank]
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    heard = source.recv(4096)
+                except ConnectionResetError:
+                    heard = b""
+                if not heard:
+                    self._poll.unregister(descriptor)
+                    self.gone.add(rank)
+
+    def close(self) -> None:
+        """Ends the connections; tensors keep the memory itself."""
+        for end in (*self._peers.values(), self._bell, self._hears):
+            end.close()
+
+
+#: Those of this process.
+_memories: weakref.WeakSet[NodeMemory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process (a worker of a loader) must not keep the connections of a rank open that has ended."""
+    for memory in list(_memories):
+        memory.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _listener(ranks: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # An abstract address: no file that could be left behind. The kernel chooses a free one.
+        listener.bind("")
+        listener.listen(ranks)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _join(topology: Topology, count: int, listener: socket.socket, addresses: list[bytes]) -> NodeMemory:
+    """Connects the ranks of this node with each other; the first one makes the memory and hands it to the others."""
+    local_rank = topology.local_rank
+    ranks = topology.node_groups[topology.node]
+    peers: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    descriptor = -1
+    try:
+        if local_rank == 0:
+            descriptor = os.memfd_create("lshdp", os.MFD_CLOEXEC)
+            # Taken now: a machine without memory says so here, and not by a signal in the middle of training.
+            os.posix_fallocate(descriptor, 0, max(count, 1))
+        for other in range(local_rank):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peers[other] = peer
+            peer.settimeout(max(0.1, deadline - time.monotonic()))
+            peer.connect(addresses[ranks[other]])
+            peer.sendall(_HELLO.pack(local_rank))
+            if other == 0:
+                _, (descriptor, *_), _, _ = socket.recv_fds(peer, 1, 1)
+        while len(peers) < len(ranks) - 1:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            peer, _ = listener.accept()
+            peer.settimeout(max(0.1, deadline - time.monotonic()))
+            if _user_of(peer) != os.getuid():
+                peer.close()
+                continue
+            (other,) = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL))
+            peers[other] = peer
+            if local_rank == 0:
+                socket.send_fds(peer, [b"!"], [descriptor])
+        memory = mmap.mmap(descriptor, max(count, 1))
+    except (OSError, ValueError, struct.error) as error:
+        for peer in peers.values():
+            peer.close()
+        raise NodeMemoryError(f"{type(error).__name__}: {error}") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return NodeMemory(memory, peers, local_rank)
+
+
+def _user_of(peer: socket.socket) -> int:
+    """The user who runs the process at the other end."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return user

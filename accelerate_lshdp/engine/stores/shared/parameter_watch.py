@@ -1,0 +1,95 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Notices that somebody other than the optimizer changes parameters that the ranks of a node share.
+
+In a run of separate copies a script may change them on one rank (average weights for an evaluation on the main
+process) or on all (clipping, a momentum encoder). On shared ones every rank would see the first while it computes, and
+the second would be made once a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from accelerate_lshdp.runtime.option_advice import option_advice
+
+
+#: Numbers looked at in each parameter.
+_SAMPLES = 8
+
+
+class ParameterWatch:
+    """Compares parameters with how they were noted: where they are, torch's counters of changes, and some values.
+
+    Counters tell of every change by this rank, except through ``.data``; values of that and of other ranks' changes,
+    if they meet one of a few numbers spread over the parameter.
+
+    Args:
+        parameters: trainable and frozen ones, in shared memory.
+        words: all of that memory.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], words: torch.Tensor) -> None:
+        self._parameters = list(parameters)
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+        self._words = words
+        self._places, self._owners = _places(self._parameters, words)
+        self._versions: list[int] | None = None
+        self._values: torch.Tensor | None = None
+        self.note()
+
+    def note(self) -> None:
+        """Takes the parameters as they are."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._values = self._words[self._places]
+
+    def forget(self) -> None:
+        """Takes them as they will be at the next check."""
+        self._values = None
+
+    def check(self) -> None:
+        """Compares.
+
+        Raises:
+            RuntimeError: a parameter was changed or moved.
+        """
+        if [parameter.data_ptr() for parameter in self._parameters] != self._addresses:
+            raise RuntimeError(
+                "found a parameter that lies elsewhere than prepare() put it. The ranks of a node share their "
+                "parameters, so leave them there: convert the model (.to(), .half(), ...) before prepare(), and set "
+                "values with load_state_dict"
+            )
+        if self._values is None:
+            self.note()
+            return
+        changed = [parameter._version for parameter in self._parameters] != self._versions
+        if changed or not torch.equal(self._words[self._places], self._values):
+            raise RuntimeError(self._message())
+
+    def _message(self) -> str:
+        differs = set(self._owners[self._words[self._places] != self._values].tolist())
+        for index, (parameter, version) in enumerate(zip(self._parameters, self._versions, strict=True)):
+            if parameter._version != version:
+                differs.add(index)
+        found = [tuple(self._parameters[index].shape) for index in sorted(differs)]
+        return (
+            f"found {len(found)} parameters changed outside their optimizer (the first of shape {found[0]}), by this "
+            "rank or by another one of its node. They share their parameters: a change is seen by all while they "
+            "compute, and one that every rank makes is made once a rank. Work on a copy of the model, use "
+            f"load_state_dict on all ranks to set values, or {option_advice('intra_node', 'collectives')}"
+        )
+
+
+def _places(parameters: Sequence[nn.Parameter], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which words to look at, and whose they are: spread evenly over each parameter."""
+    places, owners = [], []
+    for index, parameter in enumerate(parameters):
+        count = parameter.numel() * parameter.dtype.itemsize // words.dtype.itemsize
+        first = (parameter.data_ptr() - words.data_ptr()) // words.dtype.itemsize
+        if parameter.numel():
+            chosen = torch.linspace(0, max(count - 1, 0), _SAMPLES, dtype=torch.float64).long().unique() + first
+            places.append(chosen)
+            owners.append(torch.full_like(chosen, index))
+    return torch.cat(places), torch.cat(owners)

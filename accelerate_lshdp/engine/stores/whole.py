@@ -1,0 +1,154 @@
+"""Whole parameters on every rank: gradients are averaged in buckets while the backward goes on (``ddp``).
+
+The buckets are fixed from the first step on (torch's DDP rebuilds its own after one step), so a resumed run adds the
+same numbers in the same order as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.wire.buckets import fill_buckets
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+class _Bucket:
+    """Some parameters and the flat buffer in which their gradients travel."""
+
+    def __init__(self, members: Sequence[tuple[int, nn.Parameter]]) -> None:
+        self.indices = [index for index, _ in members]
+        self.shapes = [parameter.shape for _, parameter in members]
+        first = members[0][1]
+        self.buffer = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        pieces = self.buffer.split([p.numel() for _, p in members])
+        self.views = {i: piece.view(p.shape) for (i, p), piece in zip(members, pieces, strict=True)}
+        self.filled: set[int] = set()
+
+
+class ReplicatedModel(PreparedModel):
+    """A model that is whole on every rank.
+
+    A gradient is scaled by 1/world when it enters its bucket and summed over ranks, so a gradient that is already the
+    same on all ranks stays as it is: backward passes may be synchronised one by one or accumulated first.
+
+    Args:
+        module: the model, on its device, identical on all ranks.
+        reduction: sums a buffer over all ranks.
+        clock: counts the time spent waiting.
+        bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
+            the model's size and the partners.
+        partners: ranks that sum a bucket.
+    """
+
+    steps_alone = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reduction: GradientReduction | None,
+        clock: WaitClock,
+        *,
+        bucket_bytes: int | None,
+        partners: int,
+    ) -> None:
+        super().__init__(module, clock)
+        self.world_size = reduction.group.size() if reduction is not None else 1
+        self.loss_multiplier = float(self.world_size)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._buckets = self._fill_buckets(bucket_bytes, partners) if reduction is not None else []
+        self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
+        self._reductions = OrderedReductions(reduction, clock, len(self._buckets)) if reduction is not None else None
+        self._synchronise = False
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        device = next(self.module.parameters()).device
+        return would_stay(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
+
+    def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
+        buckets = fill_buckets(self._parameters, bucket_bytes, partners)
+        return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
+
+    def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
+        reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
+
+        def gradient_is_ready(parameter: torch.Tensor) -> None:
+            prepared = reference()
+            if prepared is None:
+                return
+            prepared.mark_used(index)
+            if prepared._synchronise:
+                prepared._fill(index, parameter)
+
+        return gradient_is_ready
+
+    def _fill(self, index: int, parameter: torch.Tensor) -> None:
+        number, bucket = self._bucket_of[index]
+        view = bucket.views[index]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.data_ptr() == view.data_ptr() and gradient.shape == view.shape:
+            view.mul_(1 / self.world_size)
+        else:
+            torch.mul(gradient, 1 / self.world_size, out=view)
+        # Autograd's own tensor is freed here; from now on the bucket is where the gradient lives.
+        # An alias, because .to() and its like exchange the data of the tensor that they find in .grad.
+        parameter.grad = view.detach()
+        bucket.filled.add(index)
+        if len(bucket.filled) == len(bucket.indices):
+            self._reductions.ready(number, bucket.buffer, bucket.shapes)
+
+    def _check_places(self) -> None:
+        """The script may move or convert the model, to export it or for good; then there is no backward any more."""
+        for index, parameter in enumerate(self._parameters):
+            view = self._bucket_of[index][1].views[index] if self._buckets else parameter
+            if parameter.dtype != view.dtype or parameter.device != view.device:
+                raise RuntimeError(
+                    f"found a parameter of {parameter.dtype} on {parameter.device}, which was {view.dtype} on "
+                    f"{view.device} when prepare() laid out its gradient. Convert or move the model (.to(), .half(), "
+                    "...) before prepare(), or work on a copy.deepcopy of it"
+                )
+
+    def begin_backward(self, synchronise: bool) -> None:
+        self._check_places()
+        self.forget_cleared()
+        self.in_backward, self.took_part = True, False
+        self._synchronise = synchronise and self._reductions is not None
+        if self._reductions is not None:
+            self._reductions.begin()
+        for bucket in self._buckets:
+            bucket.filled.clear()
+
+    def deliver_backward(self) -> None:
+        if not self._synchronise:
+            return
+        for bucket in self._buckets:
+            for index in bucket.indices:
+                if index not in bucket.filled:
+                    self._fill(index, self._parameters[index])
+
+    def finish_backward(self) -> None:
+        self.in_backward = False
+        if self._synchronise:
+            self._synchronise = False
+            self._reductions.finish()
+
+    def cancel_backward(self) -> None:
+        self.in_backward = self._synchronise = False
+
+    def abandon_backward(self) -> None:
+        self.in_backward = self._synchronise = False
+        if self._reductions is not None:
+            self._reductions.reset()

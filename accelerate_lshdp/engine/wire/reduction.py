@@ -1,0 +1,267 @@
+"""How gradients travel: one interface for the reduction between ranks, and FSDP2's two collectives for gloo.
+
+A new format is one more class behind ``GradientReduction`` and one more line in ``formats.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+# torch 2.13 renamed both and warns of the old names on every rank.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PendingReduction(ABC):
+    """A reduction under way."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until the buffer holds the sum. On CUDA only the current stream is blocked."""
+
+
+class GradientReduction(ABC):
+    """Sums flat gradient buffers over a group of ranks, started during the backward and finished after it.
+
+    Contract: all ranks of the group start the same buffers in the same order; ``start`` returns at once; the buffer
+    must not be touched until ``wait`` has returned; then it holds bit-identical values on all ranks of the group.
+
+    Args:
+        group: the ranks that sum.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @abstractmethod
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        """Starts summing ``buffer`` in place.
+
+        Args:
+            buffer: 1-D, floating point.
+            index: which buffer it is, the same one in every step: what a lossy format keeps from step to step, it
+                keeps by this index.
+            shapes: of the tensors that lie in the buffer one after the other.
+        """
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What this rank keeps from step to step, for a checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on with what ``state_dict`` gave on this rank; an empty one starts anew."""
+        if state:
+            raise ValueError(f"found a state of {sorted(state)}, expected none: {type(self).__name__} keeps nothing")
+
+
+class _PendingWork(PendingReduction):
+    def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:
+        self.work = work
+        self.after = after
+
+    def is_done(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.after is not None:
+            self.after()
+
+
+class ExactReduction(GradientReduction):
+    """All-reduce in the buffer's own precision."""
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        return _PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
+
+
+class Bf16Reduction(GradientReduction):
+    """All-reduce in bfloat16: half the bytes of fp32, sums rounded to 8 bits of mantissa."""
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        compressed = buffer.to(torch.bfloat16)
+        work = dist.all_reduce(compressed, group=self.group, async_op=True)
+        return _PendingWork(work, after=lambda: buffer.copy_(compressed))
+
+
+class OrderedReductions:
+    """Starts reductions in one fixed order on all ranks, whatever order the gradients become ready in.
+
+    Ranks may skip a part of the model (a branch not taken), so the order of readiness can differ between ranks; a
+    collective started in different orders would mix buffers up or hang.
+
+    Args:
+        reduction: sums one buffer.
+        clock: counts the time spent waiting.
+        count: number of buffers; they are started in the order of their indices.
+    """
+
+    def __init__(self, reduction: GradientReduction, clock: WaitClock, count: int) -> None:
+        self.reduction = reduction
+        self.clock = clock
+        self.count = count
+        self._ready: dict[int, tuple[torch.Tensor, Sequence[torch.Size]]] = {}
+        self._pending: list[PendingReduction] = []
+        self._given_up: list[PendingReduction] = []
+        self._reduced: set[int] = set()
+        self._next = 0
+
+    def begin(self) -> None:
+        """A backward begins: waits for what an earlier one that failed has under way, which still fills buffers."""
+        if self._given_up:
+            with self.clock.waiting():
+                for pending in self._given_up:
+                    pending.wait()
+            self._given_up.clear()
+
+    def ready(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
+        """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows."""
+        self._check_first_time(index)
+        self._ready[index] = buffer, shapes
+        self._start_in_order()
+
+    def now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
+        """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits)."""
+        self._check_first_time(index)
+        self._reduced.add(index)
+        with self.clock.waiting():
+            self.reduction.start(buffer, index, shapes).wait()
+        self._start_in_order()
+
+    def _check_first_time(self, index: int) -> None:
+        if index < self._next or index in self._ready or index in self._reduced:
+            raise RuntimeError(
+                f"gradient buffer {index} became ready twice in one backward. A unit that takes part in a backward "
+                "more than once (several forwards before one backward, reentrant checkpointing) is not supported: use "
+                "one accelerator.backward for each forward, and checkpointing with use_reentrant=False"
+            )
+
+    def _start_in_order(self) -> None:
+        while self._next in self._ready or self._next in self._reduced:
+            if self._next in self._ready:
+                buffer, shapes = self._ready.pop(self._next)
+                self._pending.append(self.reduction.start(buffer, self._next, shapes))
+            self._next += 1
+
+    def missing(self) -> list[int]:
+        """Buffers that this rank has not delivered."""
+        return [i for i in range(self._next, self.count) if i not in self._ready and i not in self._reduced]
+
+    def finish(self) -> None:
+        """Waits until every buffer holds its sum; every buffer must have been delivered."""
+        if self.missing():
+            raise RuntimeError(f"gradient buffers {self.missing()} were never delivered")
+        try:
+            with self.clock.waiting():
+                for pending in self._pending:
+                    pending.wait()
+            self._pending.clear()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Gives up a backward that failed; does not wait for other ranks."""
+        self._ready.clear()
+        self._given_up += self._pending
+        self._pending.clear()
+        self._reduced.clear()
+        self._next = 0
+
+
+class TimedAllGather(AllGather):
+    """The stock all-gather, with the time that it blocks counted."""
+
+    def __init__(self, clock: WaitClock) -> None:
+        self.clock = clock
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self.clock.waiting():
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def exchange_in_pairs(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """An all-to-all over the host in which every rank gets from one rank at a time (blocks).
+
+    gloo's own lets all ranks send to each other at once. Several streams into one port of a switch overrun its queue
+    there, and what TCP then sends again leaves half of a slow link unused.
+
+    Args:
+        received: 1-D, one equal part from each rank, in their order.
+        sent: likewise, one part to each rank.
+    """
+    size, rank = group.size(), group.rank()
+    parts_in, parts_out = received.view(size, -1), sent.view(size, -1)
+    parts_in[rank].copy_(parts_out[rank])
+    for distance in range(1, size):
+        source, target = (rank - distance) % size, (rank + distance) % size
+        works = (
+            dist.irecv(parts_in[source], group=group, group_src=source),
+            dist.isend(parts_out[target], group=group, group_dst=target),
+        )
+        for work in works:
+            work.wait()
+
+
+class TimedReduceScatter(ReduceScatter):
+    """Reduce-scatter with the time that it blocks counted; on gloo an all-to-all and a local sum.
+
+    gloo implements reduce-scatter as an all-reduce and a slice, which sends twice the bytes: 2(N-1)/N * S instead of
+    (N-1)/N * S.
+
+    Args:
+        dtype: precision on the wire (None: that of the gradients); the sum is taken in the gradients' precision.
+    """
+
+    def __init__(self, clock: WaitClock, *, dtype: torch.dtype | None = None) -> None:
+        self.clock = clock
+        self.dtype = dtype
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"gradients are summed (their weights are in the loss), but FSDP2 asked for {op}")
+        if async_op:
+            raise ValueError("an asynchronous reduce-scatter is not supported; FSDP2 does not use one")
+        compress = self.dtype is not None and self.dtype != input_tensor.dtype
+        with self.clock.waiting():
+            if input_tensor.device.type != "cpu" and not compress:
+                return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            sent = input_tensor.to(self.dtype) if compress else input_tensor
+            received = torch.empty_like(sent)
+            if sent.device.type == "cpu":
+                exchange_in_pairs(received, sent, group)
+            else:
+                dist.all_to_all_single(received, sent, group=group)
+        parts = received.view(group.size(), -1)
+        torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        return None

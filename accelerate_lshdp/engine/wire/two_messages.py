@@ -1,0 +1,297 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Reductions that take two messages: compress, send, combine what has come, send, decompress.
+
+The backward goes on meanwhile, so somebody has to send the second message when the first one has arrived. On the CPU
+that is one thread for each reduction. It sends second messages in the order of the first ones, and in a process group
+of their own, because gloo tells messages of a group apart by their order alone. On devices with streams everything is
+queued on a stream at once, and no thread is needed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+
+
+logger = logging.getLogger(__name__)
+#: How long a thread waits for a message before it looks whether the process is about to exit.
+_PATIENCE = timedelta(seconds=0.5)
+
+
+class LossyBuffer(ABC):
+    """What is kept from step to step for one gradient buffer, and the computations around its two messages.
+
+    All three methods return at once where they start a message. Subclasses keep tensors in ``kept``; they make up the
+    state of a checkpoint and are changed in place.
+    """
+
+    kept: dict[str, torch.Tensor]
+
+    @abstractmethod
+    def compress(self, buffer: torch.Tensor) -> dist.Work:
+        """Starts the first message."""
+
+    @abstractmethod
+    def combine(self, buffer: torch.Tensor) -> dist.Work | None:
+        """The first message has arrived: starts the second one. None: the buffer holds its sum already."""
+
+    @abstractmethod
+    def decompress(self, buffer: torch.Tensor) -> None:
+        """The second message has arrived: fills the buffer with the sum."""
+
+
+class _Pending(PendingReduction):
+    """A buffer between ``start`` and ``wait``."""
+
+    def __init__(self, kept: LossyBuffer, buffer: torch.Tensor) -> None:
+        self._kept = kept
+        self._buffer: torch.Tensor | None = buffer
+        self.message: dist.Work | None = kept.compress(buffer)
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        self.wait_for_end()
+        if self._error is not None:
+            raise self._error
+
+    def wait_for_end(self) -> None:
+        """Waits until nothing works on the buffer any more, whether it holds the sum or not."""
+        self._ended.wait()
+
+    def send_second(self) -> None:
+        """The first message has arrived."""
+        self.message = self._kept.combine(self._buffer)
+        if self.message is None:
+            self._end()
+
+    def finish(self) -> None:
+        """The second message has arrived."""
+        self._kept.decompress(self._buffer)
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._buffer = self.message = None  # not kept alive until the next step
+        self._ended.set()
+
+
+class _Streamed(PendingReduction):
+    """A buffer whose whole way is queued on a stream of its device."""
+
+    def __init__(self, kept: LossyBuffer, buffer: torch.Tensor, stream: torch.Stream) -> None:
+        self._device = torch.get_device_module(buffer.device)
+        stream.wait_stream(self._device.current_stream(buffer.device))
+        with self._device.stream(stream):
+            kept.compress(buffer).wait()
+            message = kept.combine(buffer)
+            if message is not None:
+                message.wait()
+                kept.decompress(buffer)
+        buffer.record_stream(stream)
+        self._finished = stream.record_event()
+
+    def is_done(self) -> bool:
+        return self._finished.query()
+
+    def wait(self) -> None:
+        self._device.current_stream().wait_event(self._finished)
+
+
+class _Exiting(Exception):
+    """The process is about to exit, so there is nothing left to wait for."""
+
+
+class _Worker:
+    """A thread that sends second messages and decompresses, in the order in which buffers are handed to it.
+
+    It must not be in a collective when the interpreter goes (see ``shutdown``), nor keep the process from exiting
+    because another rank is gone. So it waits in short pieces, and ends before the exit.
+    """
+
+    def __init__(self) -> None:
+        self._arrived: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._unfinished: deque[_Pending] = deque()
+        self._exiting = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, pending: _Pending) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lossy reduction", daemon=True)
+            self._thread.start()
+        self._arrived.put(pending)
+
+    def stop(self) -> None:
+        """Ends the thread, whatever is under way."""
+        self._exiting.set()
+        self._arrived.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            try:
+                while True:
+                    self._finish_arrived()
+                    pending = self._next()
+                    if pending is not None:
+                        self._attempt(pending, self._send_second)
+                    elif self._unfinished:
+                        self._attempt(self._unfinished.popleft(), self._finish)
+            except _Exiting:
+                return
+
+    def _next(self) -> _Pending | None:
+        """The next buffer; None if there is none while others are to be finished."""
+        try:
+            pending = self._arrived.get(block=not self._unfinished)
+        except queue.Empty:
+            return None
+        if self._exiting.is_set():
+            raise _Exiting
+        return pending
+
+    def _finish_arrived(self) -> None:
+        while self._unfinished and self._unfinished[0].message.is_completed():
+            self._attempt(self._unfinished.popleft(), self._finish)
+
+    def _send_second(self, pending: _Pending) -> None:
+        self._wait(pending.message)
+        pending.send_second()
+        if not pending.is_done():
+            self._unfinished.append(pending)
+
+    def _finish(self, pending: _Pending) -> None:
+        self._wait(pending.message)
+        pending.finish()
+
+    def _attempt(self, pending: _Pending, action: Callable[[_Pending], None]) -> None:
+        try:
+            action(pending)
+        except _Exiting as exiting:
+            pending.fail(RuntimeError("the process exits while gradients are being summed"))
+            raise exiting
+        except Exception as error:  # whoever waits for the buffer gets it
+            pending.fail(error)
+
+    def _wait(self, message: dist.Work) -> None:
+        while not self._exiting.is_set():
+            try:
+                message.wait(_PATIENCE)
+                return
+            except RuntimeError:
+                if message.is_completed():
+                    message.wait()  # which raises if the message has failed; else it arrived just after the patience
+                    return
+        raise _Exiting
+
+
+class TwoMessageReduction(GradientReduction):
+    """Sums buffers in two messages each, and keeps a `LossyBuffer` for every index.
+
+    Args:
+        group: the ranks that sum.
+        second_group: another group of the same ranks, which nothing else uses.
+    """
+
+    #: Name in messages.
+    name: str
+
+    def __init__(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.second_group = second_group
+        self._kept: dict[int, LossyBuffer] = {}
+        self._signatures: dict[int, tuple] = {}
+        self._under_way: dict[int, PendingReduction] = {}
+        self._saved: dict[int, dict[str, torch.Tensor]] = {}
+        self._stream: torch.Stream | None = None
+        self._worker = _Worker()
+        weakref.finalize(self, self._worker.stop).atexit = False
+        atexit.register(_stop, weakref.ref(self._worker))
+
+    @abstractmethod
+    def make_buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
+        """A new `LossyBuffer` for buffers like this one."""
+
+    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
+        before = self._under_way.pop(index, None)
+        if isinstance(before, _Pending):
+            before.wait_for_end()  # of a backward that was given up: it still uses what is kept
+        kept = self._buffer(buffer, index, shapes)
+        with torch.no_grad():
+            if buffer.device.type == "cpu":
+                pending = _Pending(kept, buffer)
+                self._worker.take(pending)
+            else:
+                if self._stream is None:
+                    self._stream = torch.get_device_module(buffer.device).Stream(buffer.device)
+                pending = _Streamed(kept, buffer, self._stream)
+        self._under_way[index] = pending
+        return pending
+
+    def _buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
+        signature = buffer.numel(), buffer.dtype, buffer.device, tuple(shapes)
+        if self._signatures.get(index) != signature:
+            if index in self._kept:
+                logger.warning(
+                    f"{self.name}: gradient buffer {index} has other parameters than before (some were frozen or "
+                    "unfrozen), so what was kept for it is dropped: at most one step's rounding errors are lost"
+                )
+            self._signatures[index] = signature
+            self._kept[index] = self.make_buffer(buffer, index, shapes)
+            if index in self._saved:
+                self._restore(index, self._saved.pop(index))
+        return self._kept[index]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint has to hold of this rank: tensors by ``<index>.<name>``. Nothing may be under way."""
+        kept = {index: buffer.kept for index, buffer in self._kept.items()}
+        return {f"{index}.{name}": t for index, k in sorted((self._saved | kept).items()) for name, t in k.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on with what `state_dict` gave on this rank; buffers that it lacks start anew.
+
+        A buffer gets its part when it is first started, because only then its size is known.
+        """
+        self._saved.clear()
+        self._signatures.clear()
+        self._kept.clear()
+        for key, tensor in state.items():
+            index, _, name = key.partition(".")
+            self._saved.setdefault(int(index), {})[name] = tensor
+
+    def _restore(self, index: int, saved: dict[str, torch.Tensor]) -> None:
+        kept = self._kept[index].kept
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in kept.items()}
+        if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in saved.items()}:
+            logger.warning(
+                f"{self.name}: the checkpoint's state of gradient buffer {index} is of a buffer with other parameters "
+                "(the options of units or buckets differ), so it is dropped: rounding errors start at zero"
+            )
+            return
+        for name, tensor in saved.items():
+            kept[name].copy_(tensor)
+
+
+def _stop(worker: weakref.ref[_Worker]) -> None:
+    alive = worker()
+    if alive is not None:
+        alive.stop()

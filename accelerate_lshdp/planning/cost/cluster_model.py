@@ -1,0 +1,155 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What predictions know about a cluster and about a model: immutable values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.planning.cost.step_simulation import Processors
+
+
+#: Of a model whose units nobody has named.
+_UNITS = 8
+_HANDLING = (
+    "seconds_per_byte",
+    "seconds_per_collective",
+    "conversion_seconds_per_byte",
+    "copy_seconds_per_byte",
+    "seconds_per_unit",
+    "inside_seconds_per_byte",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """What communication takes of a node's processors, in seconds of the node when it does nothing else.
+
+    Args:
+        seconds_per_byte: for a byte that its ranks send: sending it, receiving another one, adding or copying it.
+        seconds_per_collective: for every reduction or gather, whatever its size, and every rank that takes part; a
+            lossy format has its own.
+        conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
+        copy_seconds_per_byte: for a byte of a unit that one rank copies to or from the buffer in which it travels.
+        seconds_per_unit: for a unit that one rank gathers or reduces, whatever its size.
+        inside_seconds_per_byte: as `seconds_per_byte`, of gathering and reducing inside a node; 0: the same.
+
+    Raises:
+        ValueError: a value is negative or not finite.
+    """
+
+    seconds_per_byte: float = 0.0
+    seconds_per_collective: float = 0.0
+    conversion_seconds_per_byte: float = 0.0
+    copy_seconds_per_byte: float = 0.0
+    seconds_per_unit: float = 0.0
+    inside_seconds_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in _HANDLING:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")
+
+    @property
+    def seconds_per_byte_inside(self) -> float:
+        """Of gathering and reducing inside a node."""
+        return self.inside_seconds_per_byte or self.seconds_per_byte
+
+    def on(self, cores: float) -> Handling:
+        """These CPU seconds on a node that has so many cores, a fraction included."""
+        return Handling(*(getattr(self, name) / cores for name in _HANDLING))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterModel:
+    """The nodes and what connects them.
+
+    Args:
+        nodes: ranks on each node, in rank order.
+        link: between nodes.
+        handling: what communication takes of each node's processors. Empty: nothing, as where devices compute.
+        processors: of each node, where a quota limits them. Empty: no quota.
+        inside: the link between ranks of a node, where processors do not do that work (`handling` counts theirs).
+        device_link: between host memory and each device; offloaded parameters and gradients take it. None: there is
+            none, as where the host computes.
+        shared_memory: node-sharded strategies exchange through shared memory inside a node.
+        two_stage: world-sharded strategies exchange inside nodes and between them in two stages.
+        streams: devices gather and reduce while they compute.
+        message_delay_seconds: how much longer a message between nodes takes while these compute, where their
+            processors send it on.
+
+    Raises:
+        ValueError: there is no node, one has no rank, values do not match the nodes, or the delay is impossible.
+    """
+
+    nodes: tuple[int, ...]
+    link: Link
+    handling: tuple[Handling, ...] = ()
+    processors: tuple[Processors, ...] = ()
+    inside: Link | None = None
+    device_link: Link | None = None
+    shared_memory: bool = False
+    two_stage: bool = True
+    streams: bool = False
+    message_delay_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        nodes = tuple(self.nodes)
+        if not nodes or min(nodes) < 1:
+            raise ValueError(f"found nodes with {list(nodes)} ranks, expected at least one node and one rank on each")
+        if not 0 <= self.message_delay_seconds < math.inf:
+            raise ValueError(
+                f"found message_delay_seconds {self.message_delay_seconds}, expected finite seconds of at least 0:"
+                " measure again"
+            )
+        for name, default in (("handling", Handling()), ("processors", Processors())):
+            values = tuple(getattr(self, name)) or (default,) * len(nodes)
+            if len(values) != len(nodes):
+                raise ValueError(f"found {name} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
+            object.__setattr__(self, name, values)
+        object.__setattr__(self, "nodes", nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """How large the model is on its way.
+
+    Args:
+        parameter_bytes: of all parameters, as they are gathered.
+        gradient_bytes: of all gradients before they are compressed.
+        unit_bytes: parameters of each unit, in the order of the forward; the rest belongs to the root, whose gradients
+            come last. Empty: equal units without a root.
+        ready_bytes: of the gradient buckets that `bucket_ready` in the profiles is about, in their order. Empty:
+            gradients appear evenly during the backward.
+
+    Raises:
+        ValueError: the model has no bytes, or units have more than it.
+    """
+
+    parameter_bytes: float
+    gradient_bytes: float
+    unit_bytes: tuple[float, ...] = ()
+    ready_bytes: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if not (0 < self.parameter_bytes < math.inf and 0 <= self.gradient_bytes < math.inf):
+            raise ValueError(
+                f"found a model of {self.parameter_bytes} bytes with gradients of {self.gradient_bytes}, expected"
+                " positive numbers: give the bytes of its parameters and of its gradients"
+            )
+        units = tuple(self.unit_bytes) or (self.parameter_bytes / _UNITS,) * _UNITS
+        if sum(units) > self.parameter_bytes * (1 + 1e-9):
+            raise ValueError(
+                f"found units of {sum(units):.0f} bytes in a model of {self.parameter_bytes:.0f}: correct either"
+            )
+        object.__setattr__(self, "unit_bytes", units)
+        object.__setattr__(self, "ready_bytes", tuple(self.ready_bytes))
+
+    @property
+    def root_bytes(self) -> float:
+        """Parameters in no unit."""
+        rest = self.parameter_bytes - sum(self.unit_bytes)
+        return rest if rest > 1e-9 * self.parameter_bytes else 0.0

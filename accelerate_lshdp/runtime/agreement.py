@@ -1,0 +1,67 @@
+"""All ranks agree or all ranks stop: what fails on one rank is raised on every rank, never a hang."""
+
+from __future__ import annotations
+
+import time
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from accelerate_lshdp.runtime.failures import failures_explained
+
+
+#: How long ranks that fail at the same place may be apart.
+_APART_SECONDS = 30.0
+#: How often the ranks of a world have asked each other so.
+_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def all_fail_here(place: str) -> bool:
+    """Whether all ranks call this with the same ``place`` within half a minute of this one (no collective).
+
+    Who waits in a collective of torch cannot be asked by another one, so ranks meet in the store that they were
+    launched with.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    # Counted for the process, not for an accelerator: a second one must not meet the answers of the first.
+    times = _met[dist.group.WORLD] = _met.get(dist.group.WORLD, 0) + 1
+    place = f"{place} {times}"
+    store.add(place, 1)
+    ends = time.monotonic() + _APART_SECONDS
+    while store.add(place, 0) < dist.get_world_size():
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def raise_together(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raises the same RuntimeError on all ranks of `group` if any of them passes an error (collective, a barrier).
+
+    Args:
+        error: what went wrong on this rank, or None.
+        group: the ranks that take part; all by default. Without a process group this process is alone.
+
+    Raises:
+        RuntimeError: naming the ranks that failed and what each of them said, once per distinct message. An exception
+            that this rank passed is its cause.
+    """
+    if isinstance(error, BaseException):
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    else:
+        message = error
+    if dist.is_available() and dist.is_initialized():
+        messages: list[str | None] = [None] * dist.get_world_size(group)
+        with failures_explained():
+            dist.all_gather_object(messages, message, group=group)
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    else:
+        messages, ranks = [message], [0]
+    failed: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, messages, strict=True):
+        if text is not None:
+            failed.setdefault(text, []).append(rank)
+    if failed:
+        lines = [f"rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}: {text}" for text, on in failed.items()]
+        cause = error if isinstance(error, BaseException) else None
+        raise RuntimeError("\n".join(lines)) from cause

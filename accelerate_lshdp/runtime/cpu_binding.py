@@ -1,0 +1,162 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How the ranks of a node share its CPU: threads for each, and cores of its own.
+
+torchrun and ``accelerate launch`` start several ranks with one thread each, whatever the machine has, and without
+threads of a number given by anybody every rank takes all cores. Neither knows of the quota of a container.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+
+from accelerate_lshdp.runtime.cpu_cores import allowed_cores, cpu_quota, usable_cores
+from accelerate_lshdp.runtime.parent_death import environment_at_start
+
+
+logger = logging.getLogger(__name__)
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+#: Whoever sets one of these has decided for himself.
+_USERS_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShare:
+    """A rank's part of its node.
+
+    Attributes:
+        threads: for computing.
+        cpus: logical CPUs of its own; None: it stays where it is.
+    """
+
+    threads: int
+    cpus: tuple[int, ...] | None
+
+
+def share_of_rank(
+    node: Sequence[Sequence[int]],
+    own: Sequence[Sequence[int]],
+    quota: float | None,
+    local_rank: int,
+    local_ranks: int,
+) -> CpuShare:
+    """An equal share for every rank of a node.
+
+    Cores are not handed out where there are fewer of them than ranks, where the quota is less than one core a rank
+    (then each rank runs for a part of the time, best on whichever core is free), and where somebody has done it.
+
+    Args:
+        node: the cores that all ranks together may use, each with its logical CPUs, in an order in which neighbours
+            belong together.
+        own: those that this rank may use; fewer, if somebody has given it a part.
+        quota: CPU seconds per second that the node's ranks get together; None: no limit.
+        local_rank: which of them this is.
+        local_ranks: how many they are.
+    """
+    threads = min(max(1, usable_cores(node, quota) // local_ranks), len(own))
+    enough = len(node) >= local_ranks and (quota is None or quota >= local_ranks)
+    if local_ranks == 1 or not enough or len(own) < len(node):
+        return CpuShare(threads, None)
+    each, more = divmod(len(node), local_ranks)
+    ends = list(accumulate(each + (rank < more) for rank in range(local_ranks)))
+    cores = node[ends[local_rank] - each - (local_rank < more) : ends[local_rank]]
+    return CpuShare(threads, tuple(sorted(chain.from_iterable(cores))))
+
+
+def is_users_choice(environ: Mapping[str, str], launcher: Mapping[str, str] | None, defaults: Collection[int]) -> bool:
+    """Whether the user has chosen the number of threads or bound them, rather than a launcher by default.
+
+    Args:
+        environ: of this rank.
+        launcher: environment with which the user started torchrun or ``accelerate launch``; None: neither of them
+            started this process, or it is not known.
+        defaults: numbers of threads that launchers set by themselves.
+    """
+    if any(name in environ for name in _USERS_VARIABLES):
+        return True
+    if THREADS_VARIABLE not in environ:
+        return False
+    by_launcher = launcher is not None and THREADS_VARIABLE not in launcher
+    return not (by_launcher and environ[THREADS_VARIABLE] in map(str, defaults))
+
+
+def settle_on_cores() -> None:
+    """Gives this rank its share of the node's CPU, unless the user has decided about it; told once a node.
+
+    Doing it twice does no harm. Nothing is changed on systems that do not tell where a process may run (all but
+    Linux), and under launchers that do not tell a rank its place on the node.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not hasattr(os, "sched_getaffinity") or (local_ranks > 1 and "LOCAL_RANK" not in os.environ):
+        return
+    own, node, quota = allowed_cores(os.sched_getaffinity(0)), cores_of_node(), cpu_quota()
+    share = share_of_rank(node, own, quota, local_rank, local_ranks)
+    defaults = (1, _all_cores() // local_ranks, usable_cores(node, quota) // local_ranks, share.threads)
+    if is_users_choice(os.environ, _launcher_environment(), defaults):
+        return
+    before = torch.get_num_threads()
+    if local_ranks == 1 and share.threads == before:
+        return
+    os.environ[THREADS_VARIABLE] = str(share.threads)  # else accelerate would choose, and for the whole machine
+    torch.set_num_threads(share.threads)
+    place = ""
+    if share.cpus is not None:
+        try:
+            _bind(share.cpus)
+            place = " on cores of its own"
+        except OSError as error:
+            place = f" (cores of its own are not possible here: {error})"
+    if local_rank == 0 and (place or share.threads != before):
+        ranks = "This rank computes" if local_ranks == 1 else f"Each of this node's {local_ranks} ranks computes"
+        threads = f"{share.threads} thread{'s' if share.threads > 1 else ''}"
+        instead = f" instead of {before}" if share.threads != before else ""
+        logger.warning(
+            f"{ranks} with {threads}{instead}{place}: its share of the CPU. Set {THREADS_VARIABLE} to choose yourself"
+        )
+
+
+def cores_of_node() -> tuple[tuple[int, ...], ...]:
+    """The cores that this node's ranks may use together: those of the launcher, if it may use more than this rank."""
+    own = os.sched_getaffinity(0)
+    launchers = os.sched_getaffinity(os.getppid())
+    return allowed_cores(launchers if launchers > own else own)
+
+
+def one_rank_can_use_the_node() -> bool:
+    """Whether one rank's threads can use all CPU time that the ranks of this node get together, as far as it sees.
+
+    Then, while a rank waits for another one of its node that computes, that one computes as much faster.
+    """
+    quota = cpu_quota()
+    cores = len(cores_of_node())
+    return (cores if quota is None else min(cores, quota)) <= torch.get_num_threads()
+
+
+def _all_cores() -> int:
+    """As accelerate counts them: of the machine, whatever of it may be used."""
+    import psutil
+
+    return psutil.cpu_count(logical=False) or 1
+
+
+def _launcher_environment() -> dict[str, str] | None:
+    """What torchrun or ``accelerate launch`` was started with."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return environment_at_start(os.getppid())
+
+
+def _bind(cpus: Collection[int]) -> None:
+    """All threads of this process; a system call knows only one of them."""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile

@@ -1,0 +1,161 @@
+"""What ranks tell each other while they save or load: small objects, tensors, and whether something failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.runtime.agreement import raise_together
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The place of this rank. The rank with local rank 0 reads and writes the files of its node.
+
+    Raises:
+        ValueError: if it contradicts the process group.
+    """
+
+    rank: int
+    world_size: int
+    node: int
+    num_nodes: int
+    local_rank: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        found = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        if (self.rank, self.world_size) != found:
+            raise ValueError(
+                f"the layout says rank {self.rank} of {self.world_size}, "
+                f"the process group says {found[0]} of {found[1]}"
+            )
+
+    @property
+    def is_writer(self) -> bool:
+        return self.local_rank == 0
+
+
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Runs a block without collectives; what it raises on any rank is raised on all ranks (collective at its end)."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    together(what, error)
+
+
+def together(what: str, error: BaseException | str | None) -> None:
+    """`raise_together` with a message that says what this rank was doing when it failed."""
+    if isinstance(error, BaseException):
+        message = f"{what} failed: {type(error).__name__}: {error}"
+    else:
+        message = error and f"{what} failed: {error}"
+    try:
+        raise_together(message)
+    except RuntimeError as agreed:
+        raise RuntimeError(str(agreed)) from (error if isinstance(error, BaseException) else None)
+
+
+class Attempt:
+    """Carries on after a failure: runs one local action after another until one fails, and keeps what it raised.
+
+    A rank that fails between collectives has to take part in the rest of them, or the others wait for it in vain.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, action: Callable[[], _T]) -> _T | None:
+        """What `action` returns, or None if it or an earlier one failed."""
+        if self.error is None:
+            try:
+                return action()
+            except Exception as caught:
+                self.error = caught
+        return None
+
+    def always(self, action: Callable[[], object]) -> None:
+        """Runs an action even after a failure; the first failure is kept."""
+        try:
+            action()
+        except Exception as caught:
+            self.error = self.error or caught
+
+
+def all_objects(value: Any) -> list[Any]:
+    """One picklable value a rank, in rank order, on every rank."""
+    if not _is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def object_from(source: int, value: Any) -> Any:
+    """Rank `source`'s value on every rank; the other ranks' values are ignored."""
+    if not _is_distributed():
+        return value
+    box = [value if dist.get_rank() == source else None]
+    dist.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+def broadcast_bytes(
+    buffer: torch.Tensor, source: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fills a one-dimensional uint8 CPU tensor on every rank (of the group) with rank `source`'s.
+
+    A world without a backend for CPU tensors (nccl alone) is served through `device`.
+    """
+    if not _is_distributed() or buffer.numel() == 0:
+        return
+    if _carries_cpu_tensors():
+        dist.broadcast(buffer, src=source, group=group)
+    else:
+        staged = buffer.to(device)
+        dist.broadcast(staged, src=source, group=group)
+        if dist.get_rank() != source:
+            buffer.copy_(staged)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor's elements as a one-dimensional uint8 tensor; shares memory where the tensor is contiguous."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def broadcast_tensor(
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    source: int,
+    layout: NodeLayout,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Rank `source`'s plain tensor as a CPU tensor on every rank (of the group), whatever its dtype; others may pass
+    None."""
+    if layout.rank == source:
+        value = tensor.detach().cpu().contiguous()
+    else:
+        value = torch.empty(shape, dtype=dtype)
+    # As bytes, because no backend reduces or copies every dtype that a checkpoint can hold.
+    broadcast_bytes(as_bytes(value), source, layout.device, group)
+    return value
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _carries_cpu_tensors() -> bool:
+    return "cpu:" in dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"

@@ -1,0 +1,242 @@
+"""The few numbers that ranks tell each other in a step, over the host so that no device has to be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from accelerate_lshdp.runtime.groups import new_group
+from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+#: Calls in which all ranks take part.
+MEETINGS = (
+    "backward",
+    "gather",
+    "gather_for_metrics",
+    "reduce",
+    "pad_across_processes",
+    "wait_for_everyone",
+    "a second loss that is not known yet",
+)
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others at the end of a step's backward."""
+
+    compute_seconds: float
+    """In the step's forwards and backwards, without communication."""
+    wait_seconds: float
+    """Blocked in communication: in the step's forwards and backwards, and in the exchange of the step before."""
+    optimizer_seconds: float
+    """In the optimizer step before this one."""
+    data_seconds: float
+    """Waiting for the step's batches."""
+    read_ahead: int = 0
+    """Global batches that its loaders have cut beyond the current one."""
+    largest_micro_batch: int = 0
+    """What it believes fits its memory; 0: no limit known."""
+    sizes_checksum: int = 0
+    """Of the sizes of all ranks that it trained this step with; 0: they are fixed."""
+    global_batch: int = -1
+    """Index in its epoch of the global batch that it trained last; -1: batches of no prepared loader."""
+    optimizer_steps: int = 0
+    """Steps that its optimizers have made, all together."""
+    samples_hash: int = 0
+    """Of the samples of all ranks in the global batches that it trained since its last report; 0: not known."""
+    problem: int = 0
+    """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
+
+
+class Meeting:
+    """A call in which all ranks take part, announced on all of them."""
+
+    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
+        self._work = work
+        self._told = told
+        self._counts = counts
+        self._clock = clock
+
+    def require_all(self) -> None:
+        """Waits until all ranks have announced a call.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them has more micro-batches of its step before it.
+        """
+        with self._clock.waiting():
+            self._work.wait()
+        early = {rank: MEETINGS[int(call) - 1] for rank, call in enumerate(self._told.tolist()) if call}
+        if early:
+            made = ", ".join(f"{call} (rank {rank})" for rank, call in early.items())
+            raise RuntimeError(
+                f"found {made} in a micro-batch that is not the last one of its step. The plan gives ranks different "
+                f"numbers of micro-batches ({list(self._counts)}), so they all meet in the last one only: call it "
+                "under `if accelerator.sync_gradients:`, and give accumulate() all models that the loss depends on. "
+                f"For a second loss say what losses are means over: {option_advice('loss_weighting', 'sample')}"
+            )
+
+
+class PendingReports:
+    """What ranks are telling each other, while their last gradients travel."""
+
+    def __init__(
+        self, work: dist.Work | None, total: torch.Tensor, shape: torch.Size, lengths: Sequence[int], clock: WaitClock
+    ) -> None:
+        self._work = work
+        self._total = total
+        self._shape = shape
+        self._lengths = lengths
+        self._clock = clock
+
+    def wait(self) -> tuple[list[RankReport], list[torch.Tensor]]:
+        """What all ranks told: the same bits on all of them.
+
+        Returns:
+            The reports, one a rank; and for each model how many ranks used each parameter.
+        """
+        if self._work is not None:
+            with self._clock.waiting():
+                self._work.wait()
+        told, *counts = self._total.split([self._shape.numel(), *self._lengths])
+        rows = told.view(self._shape).tolist()
+        return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
+
+
+class Telling:
+    """A row of numbers that each rank tells the others; those who do not need them need not wait."""
+
+    def __init__(self, work: dist.Work | None, rows: torch.Tensor, clock: WaitClock) -> None:
+        self._work = work
+        self._rows = rows
+        self._clock = clock
+
+    def wait(self) -> list[list[float]]:
+        """The rows of all ranks."""
+        if self._work is not None:
+            with self._clock.waiting():
+                self._work.wait()
+            self._work = None
+        return self._rows.tolist()
+
+
+#: The group for what is told of losses, of each world.
+_of_losses: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class StepExchange:
+    """Small sums over all ranks (collective to make and to use).
+
+    Args:
+        rank: this process's rank.
+        world_size: number of ranks; with one rank nothing is sent.
+        clock: counts the time that it blocks, for a rank that is late makes the others wait here, too.
+        counts: micro-batches of a global batch, one entry a rank, if they differ; None: all ranks have as many.
+    """
+
+    def __init__(self, rank: int, world_size: int, clock: WaitClock, counts: Sequence[int] | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.clock = clock
+        self.counts = counts
+        self.group: dist.ProcessGroup | None = None
+        self._meetings: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None
+        self._before: dist.ProcessGroup | None = None
+        self._losses: dist.ProcessGroup | None = None
+        if world_size > 1:
+            on_host = dist.get_backend() == "gloo"
+            self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
+            if counts is not None:
+                self._meetings = new_group(backend="gloo")
+
+    def meet(self, call: str, within_window: bool) -> Meeting | None:
+        """Announces a call in which all ranks take part; None if they cannot be in different micro-batches.
+
+        Under unequal numbers of micro-batches a rank may make such a call where another one is reducing gradients. The
+        two would be taken for one collective, so every call of both kinds is announced first, on a group of its own.
+        The announcement does not block.
+
+        Args:
+            call: one of ``MEETINGS``.
+            within_window: whether this rank has more micro-batches of the step before it.
+        """
+        if self._meetings is None:
+            return None
+        told = torch.zeros(self.world_size, dtype=torch.float64)
+        told[self.rank] = 1 + MEETINGS.index(call) if within_window else 0
+        return Meeting(dist.all_reduce(told, group=self._meetings, async_op=True), told, self.counts, self.clock)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` (host, float64) over ranks."""
+        if self.group is not None:
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self.group)
+        return values
+
+    def expect_several_models(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
+        """Makes ready for `sum_beside` and `tell_before_backward` (collective).
+
+        Args:
+            shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
+        """
+        if self.group is None or self._beside is not None:
+            return
+        self._beside = new_group(backend="gloo")
+        if shard_groups is None or max(map(len, shard_groups)) == 1:
+            return
+        # Ranks of one shard group have equal numbers of micro-batches, others may have not.
+        for ranks in [range(self.world_size)] if self.counts is None else shard_groups:
+            group = new_group(list(ranks), backend="gloo")
+            self._before = group if self.rank in ranks else self._before
+
+    def tell_before_backward(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` (host, float64) over ranks that are in the same micro-batch: all that this one waits
+        for in the middle of autograd."""
+        if self._before is not None:
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self._before)
+        return values
+
+    def sum_beside(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` (host, float64) over ranks, while gradients travel in any order in other groups."""
+        if self._beside is not None:
+            with self.clock.waiting():
+                dist.all_reduce(values, group=self._beside)
+        return values
+
+    def expect_losses(self) -> None:
+        """Makes ready for `tell` (collective)."""
+        if self.group is not None and self._losses is None:
+            # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
+            if dist.group.WORLD not in _of_losses:
+                _of_losses[dist.group.WORLD] = new_group(backend="gloo")
+            self._losses = _of_losses[dist.group.WORLD]
+
+    def tell(self, row: Sequence[float]) -> Telling:
+        """Begins to tell every rank a row of numbers, as many on all of them; does not wait.
+
+        On a group of its own: a rank whose others do not tell anything must not meet their gradients.
+        """
+        rows = torch.zeros(self.world_size, len(row), dtype=torch.float64)
+        rows[self.rank] = torch.tensor(row, dtype=torch.float64)
+        work = None if self._losses is None else dist.all_reduce(rows, group=self._losses, async_op=True)
+        return Telling(work, rows, self.clock)
+
+    def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
+        """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.
+
+        Args:
+            report: of this rank.
+            usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
+                (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
+        """
+        reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
+        reports[self.rank] = torch.tensor(report, dtype=torch.float64)
+        total = torch.cat([reports.flatten(), *usages])
+        work = None if self.group is None else dist.all_reduce(total, group=self.group, async_op=True)
+        return PendingReports(work, total, reports.shape, [len(usage) for usage in usages], self.clock)
