@@ -7,7 +7,10 @@ The public names are imported on first use, so that planning and plan files work
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from accelerate_lshdp.accelerator.creation import when_created
 
 
 __version__ = "0.1.0.dev0"
@@ -45,3 +48,12 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def _hook_trainer() -> None:
+    # Here, where all layers meet: the accelerator knows nothing of the Trainer that is built on it.
+    if "transformers.trainer" in sys.modules:
+        importlib.import_module("accelerate_lshdp.trainer.hook").hook_loaded_trainer()
+
+
+when_created(_hook_trainer)

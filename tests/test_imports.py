@@ -17,6 +17,7 @@ from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPAccelerator, LSHDPTrainer, Plan
 from accelerate_lshdp.runtime import backend
+from accelerate_lshdp.trainer import hook
 
 
 # Third parties first, which may do what they like. A launched rank, because only there is anything to settle.
@@ -71,17 +72,17 @@ def test_arguments_made_after_the_import_know_the_other_ranks(workers: WorkerPoo
 @contextlib.contextmanager
 def other_transformers(missing: str) -> Iterator[None]:
     """As with a release whose Trainer lacks what we replace: a method, or what a module of ours imports."""
-    names, module = dict(vars(Trainer)), "accelerate_lshdp.trainer.corrections"
+    names, module = dict(vars(Trainer)), "accelerate_lshdp.trainer.overrides"
     loaded = sys.modules.get(module)
     try:
-        if "_corrected_for_lshdp" in names:
-            del Trainer._corrected_for_lshdp
+        hook._classes.clear()
         if missing == "a module":
             sys.modules[module] = None
         else:
             delattr(Trainer, missing)
         yield
     finally:
+        hook._classes.clear()
         sys.modules.pop(module, None)
         if loaded is not None:
             sys.modules[module] = loaded

@@ -16,6 +16,7 @@ from torch import nn
 from accelerate_lshdp.accelerator.accumulation_windows import AccumulationWindows
 from accelerate_lshdp.accelerator.automatic_sizes import AutomaticSizes
 from accelerate_lshdp.accelerator.checkpointing import Checkpointing
+from accelerate_lshdp.accelerator.creation import created
 from accelerate_lshdp.accelerator.ddp_options import ddp_options_without_effect, refuse_ddp_options
 from accelerate_lshdp.accelerator.loader_context import AcceleratorLoaderContext
 from accelerate_lshdp.accelerator.losses.finding import LossFinder
@@ -54,7 +55,6 @@ from accelerate_lshdp.runtime.shutdown import install_clean_exit
 from accelerate_lshdp.runtime.step_exchange import StepExchange
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
-from accelerate_lshdp.trainer import correct_loaded_trainer
 
 
 logger = get_logger(__name__)
@@ -119,7 +119,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         end_with_launcher()
         install_clean_exit()
         install_safe_forks()
-        correct_loaded_trainer()
+        created()
         self._raise_everywhere(error)
         self.trust_checkpoint = trust_checkpoint
         self._agree(keeps_total)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AcceleratorLoaderContext:
-    """``LoaderContext`` of an accelerator (see ``accelerate_lshdp.data.place``)."""
+    """``LoaderContext`` of an accelerator (see ``accelerate_lshdp.data.context``)."""
 
     def __init__(self, accelerator: LSHDPAccelerator) -> None:
         self._reference = weakref.ref(accelerator)  # which holds its loaders: dropped, it should be freed at once

@@ -12,9 +12,11 @@ from accelerate.logging import get_logger
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 
+from accelerate_lshdp.data.context import LoaderContext
 from accelerate_lshdp.data.cut import GlobalBatchCut
-from accelerate_lshdp.data.place import LoaderContext, MicroBatchPlace, PlacedBatch, PlaceWriter
-from accelerate_lshdp.data.position import LoaderPosition, LoaderProgress, StartPoint, StreamReading, check_state
+from accelerate_lshdp.data.place import MicroBatchPlace, PlacedBatch, StreamReading
+from accelerate_lshdp.data.place_writer import PlaceWriter
+from accelerate_lshdp.data.position import LoaderPosition, LoaderProgress, StartPoint, check_state
 from accelerate_lshdp.data.script_total import cut_like_script
 from accelerate_lshdp.data.size_switch import CutSchedule
 from accelerate_lshdp.data.timing import FetchClock

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+from accelerate_lshdp.data.place import MicroBatchPlace, StreamReading
 from accelerate_lshdp.data.size_switch import CutSchedule
-
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.data.place import MicroBatchPlace
 
 
 _NUMBERS = ("epoch", "samples", "global_batches", "evaluation_passes", "next_worker")
@@ -23,14 +20,6 @@ class LoaderPosition:
 
     epoch: int
     samples: int
-
-
-class StreamReading(NamedTuple):
-    """How far the workers of a stream have been read, at the end of a global batch."""
-
-    worker_samples: tuple[int, ...]
-    next_worker: int
-    """The worker that gives the next global batch."""
 
 
 @dataclass(frozen=True, slots=True)

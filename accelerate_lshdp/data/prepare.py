@@ -15,9 +15,10 @@ from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, prepare_data_load
 from accelerate.data_loader import skip_first_batches as stock_skip_first_batches
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_lshdp.data.context import LoaderContext
 from accelerate_lshdp.data.loader import HeterogeneousDataLoader
 from accelerate_lshdp.data.order import SampleOrder
-from accelerate_lshdp.data.place import LoaderContext, MicroBatchPlace
+from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.position import LoaderPosition
 from accelerate_lshdp.data.random_numbers import WorkerStart
 from accelerate_lshdp.data.sampler import MapSource

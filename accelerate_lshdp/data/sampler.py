@@ -12,7 +12,8 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate_lshdp.data.order import OPENING, SampleOrder, hash_indices
-from accelerate_lshdp.data.place import MicroBatchPlace, PlacedBatch, PlaceWriter
+from accelerate_lshdp.data.place import MicroBatchPlace, PlacedBatch
+from accelerate_lshdp.data.place_writer import PlaceWriter
 from accelerate_lshdp.data.position import StartPoint
 from accelerate_lshdp.data.random_numbers import SeededDataset, SeededIndices, derive_seed
 from accelerate_lshdp.data.sampler_checks import own_batch_sampler

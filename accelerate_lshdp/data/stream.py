@@ -20,8 +20,9 @@ import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accelerate_lshdp.data.place import PlacedBatch, PlaceWriter
-from accelerate_lshdp.data.position import StartPoint, StreamReading
+from accelerate_lshdp.data.place import PlacedBatch, StreamReading
+from accelerate_lshdp.data.place_writer import PlaceWriter
+from accelerate_lshdp.data.position import StartPoint
 from accelerate_lshdp.data.random_numbers import RandomSequence, derive_seed
 from accelerate_lshdp.data.size_switch import CutSchedule
 

@@ -11,18 +11,11 @@ is taken over the whole optimizer step. The shares below sum to one over ranks a
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.data.place import MicroBatchPlace
-
-
-#: Label value that losses ignore, in torch and transformers.
-IGNORED_LABEL = -100
+from accelerate_lshdp.data.place import MicroBatchPlace
 
 
 class LossWeighting(str, Enum):

@@ -438,7 +438,14 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return describe_plan(self)
+        return describe_plan(
+            self.strategy,
+            self.communication,
+            batch=self.batch,
+            automatic=self.automatic,
+            cluster=self.cluster,
+            predicted=self.predicted,
+        )
 
 
 def _plain_integer(value: object) -> object:

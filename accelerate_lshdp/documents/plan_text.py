@@ -3,25 +3,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication
 
 
-if TYPE_CHECKING:
-    from accelerate_lshdp.documents.plan import Plan
-
-
-def describe_plan(plan: Plan) -> str:
-    """A plan as text: a line of options and a table of ranks."""
-    head = f"strategy {plan.strategy}, communication {plan.communication.dtype}"
-    if plan.communication.dtype == "powersgd":
-        head += f" of rank {plan.communication.powersgd_rank}"
-    if plan.automatic is not None:
-        total = plan.automatic.total
+def describe_plan(
+    strategy: str,
+    communication: Communication,
+    *,
+    batch: Batch | None,
+    automatic: Automatic | None,
+    cluster: Cluster | None,
+    predicted: Mapping[str, Any] | None,
+) -> str:
+    """The sections of a plan as text: a line of options and a table of ranks."""
+    head = f"strategy {strategy}, communication {communication.dtype}"
+    if communication.dtype == "powersgd":
+        head += f" of rank {communication.powersgd_rank}"
+    if automatic is not None:
+        total = automatic.total
         size = "the script's size (its batch size x ranks)" if total is None else total
         head += f"\nautomatic batch sizes: the run cuts global batches of {size} by measurement"
-    elif plan.batch is None:
+    elif batch is None:
         head += "\nequal batches: every loader keeps its own batch_size on every rank"
-    if plan.batch is None:
+    if batch is None:
         return f"Plan: {head}"
     columns = ["rank", "micro-batch", "accumulation", "batch", "share"]
     rows = [
@@ -30,19 +37,19 @@ def describe_plan(plan: Plan) -> str:
             entry.micro_batch_size,
             entry.accumulation_steps,
             entry.batch_size,
-            entry.batch_size / plan.batch.total,
+            entry.batch_size / batch.total,
         ]
-        for entry in plan.batch.ranks
+        for entry in batch.ranks
     ]
     table = [columns, *([*map(str, row[:-1]), f"{row[-1]:.1%}"] for row in rows)]
-    table.append(["total", "", "", str(plan.batch.total), "100.0%"])
-    if plan.cluster is not None:
-        nodes = [str(index) for index, size in enumerate(plan.cluster.node_sizes) for _ in range(size)]
+    table.append(["total", "", "", str(batch.total), "100.0%"])
+    if cluster is not None:
+        nodes = [str(index) for index, size in enumerate(cluster.node_sizes) for _ in range(size)]
         for line, cell in zip(table, ["node", *nodes, ""], strict=True):
             line.insert(1, cell)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    scalars = {k: v for k, v in (plan.predicted or {}).items() if isinstance(v, (int, float))}
+    scalars = {k: v for k, v in (predicted or {}).items() if isinstance(v, (int, float))}
     if scalars:
         lines.append("predicted: " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))
     return "\n".join([f"Plan: {head}", *lines])

@@ -7,34 +7,7 @@ steps with what is there: every rank by itself, on whole parameters of its own, 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import weakref
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.engine.prepared import PreparedModel
-
-
-class NoSync:
-    """``model.no_sync`` of a prepared model, as in torch's DDP: forwards inside do not synchronise their backward.
-
-    A deep or pickled copy of the model is not prepared; its ``no_sync`` does nothing, and needs no class of ours.
-    """
-
-    def __init__(self, prepared: PreparedModel) -> None:
-        self._prepared = weakref.ref(prepared)  # the model holds this, and must not hold itself
-
-    def __call__(self) -> AbstractContextManager[None]:
-        prepared = self._prepared()
-        return contextlib.nullcontext() if prepared is None else prepared.no_sync()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (contextlib.nullcontext,)
 
 
 class LocalGradients:

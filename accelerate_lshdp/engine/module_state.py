@@ -6,28 +6,36 @@ prepared: no hook of this package, nothing that holds process groups, and nothin
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from accelerate_lshdp.engine.local_gradients import NoSync
-
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.engine.prepared import PreparedModel
 
 #: The attribute of a module that leads to its ``PreparedModel``.
 PREPARED = "_lshdp_prepared"
 _ATTRIBUTES = (PREPARED, "no_sync", "_apply", "__reduce_ex__")
 
 
+class Preparation(Protocol):
+    """What was prepared around a module, as far as the module's own methods need it: see ``PreparedModel``."""
+
+    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool: ...
+
+    def refuse_copy(self) -> None: ...
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
 class Link:
     """Leads from a module to what was prepared around it, and keeps it alive; a copy leads nowhere."""
 
-    def __init__(self, prepared: PreparedModel | None = None) -> None:
+    def __init__(self, prepared: Preparation | None = None) -> None:
         self.prepared = prepared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
@@ -35,6 +43,23 @@ class Link:
 
     def __reduce__(self) -> tuple:
         return Link, ()
+
+
+class NoSync:
+    """``model.no_sync`` of a prepared model, as in torch's DDP: forwards inside do not synchronise their backward.
+
+    A deep or pickled copy of the model is not prepared; its ``no_sync`` does nothing, and needs no class of ours.
+    """
+
+    def __init__(self, prepared: Preparation) -> None:
+        self._prepared = weakref.ref(prepared)  # the model holds this, and must not hold itself
+
+    def __call__(self) -> AbstractContextManager[None]:
+        prepared = self._prepared()
+        return contextlib.nullcontext() if prepared is None else prepared.no_sync()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (contextlib.nullcontext,)
 
 
 class _Method:
@@ -59,7 +84,7 @@ class _Method:
         return module
 
     @property
-    def prepared(self) -> PreparedModel | None:
+    def prepared(self) -> Preparation | None:
         link = getattr(self.module, PREPARED, None)
         return None if link is None else link.prepared
 

@@ -28,7 +28,7 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.profiling.process import ProfiledProcess
 
 #: What stands in for strategies that communicate in the forward and backward.
 _MEASURED_AS = {
@@ -55,7 +55,7 @@ class LoneRank:
 
     def __init__(
         self,
-        accelerator: LSHDPAccelerator,
+        accelerator: ProfiledProcess,
         strategy: Strategy,
         *,
         units: Sequence[str] | None,

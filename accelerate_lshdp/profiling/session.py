@@ -36,7 +36,7 @@ from accelerate_lshdp.runtime.topology import Topology
 
 
 if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+    from accelerate_lshdp.profiling.process import ProfiledProcess
 
 #: By which part of the time each phase has to end; steps are rehearsed in the rest.
 _CURVES_END, _STEPS_END, _NETWORK_END = 0.55, 0.65, 0.73
@@ -98,7 +98,7 @@ class ProfilingOptions:
 def profile_ranks(
     subject: Subject,
     options: ProfilingOptions,
-    accelerator: LSHDPAccelerator,
+    accelerator: ProfiledProcess,
     on_progress: Callable[[str, float, float], None] | None = None,
     *,
     meter: Callable[[torch.device], MemoryMeter | None] = meter_of,
@@ -133,7 +133,7 @@ class _Run:
         self,
         subject: Subject,
         options: ProfilingOptions,
-        accelerator: LSHDPAccelerator,
+        accelerator: ProfiledProcess,
         on_progress: Callable[[str, float, float], None],
         meter: Callable[[torch.device], MemoryMeter | None],
         clock: Callable[[], float],

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan
-from accelerate_lshdp.trainer import install
+from accelerate_lshdp.trainer.installation import install
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.backend import prepare_at_first_state
-from accelerate_lshdp.trainer import install
+from accelerate_lshdp.trainer.installation import install
 
 
 prepare_at_first_state()  # the one that TrainingArguments make

@@ -5,19 +5,19 @@
 processor), on the main process, and on every node what training goes on from: ``trainer_state.json`` and a folder
 ``lshdp`` with model, optimizer, scheduler, position in the data and random generators.
 
-As in `corrections`, each function replaces the Trainer's method of its name and gets that as its first argument.
+`LSHDPTrainerMixin` calls these functions where the Trainer saves and loads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerState, trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
@@ -37,31 +37,17 @@ STATE_FOLDER = "lshdp"
 # Saving
 
 
-def save_model(
-    original: Callable[..., Any], self: Trainer, output_dir: str | None = None, _internal_call: bool = False
-) -> None:
-    """Gives the Trainer the whole model of a sharded strategy (collective)."""
-    if not self.accelerator.policies.is_sharded:
-        return original(output_dir, _internal_call)
-    state = self.accelerator.get_state_dict(self.model)
-    self._save(output_dir, state_dict=state)
-    if self.args.push_to_hub and not _internal_call:
-        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+def save_state(self: Trainer, output_dir: str) -> None:
+    """Saves what training goes on from (collective).
 
-
-def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> None:
-    # Also after the training: by its steps a run that resumes counts the samples of one.
+    Also after the training: by its steps a run that resumes counts the samples of one.
+    """
     with _scheduler_registered(self), accumulation_of_script(self):
         self.accelerator.save_state(os.path.join(output_dir, STATE_FOLDER))
 
 
-def _save_rng_state(original: Callable[..., Any], self: Trainer, output_dir: str) -> None:
-    """Nothing: the accelerator's state has it."""
-
-
-def _save_checkpoint(original: Callable[..., Any], self: Trainer, model: Any, trial: Any) -> None:
-    """Makes the checkpoint complete on nodes whose folder is their own, and removes old ones there."""
-    original(model, trial)
+def complete_on_all_nodes(self: Trainer, trial: Any) -> None:
+    """Completes the newest checkpoint on nodes whose folder is their own, and removes old ones there (collective)."""
     run_dir = self._get_output_dir(trial=trial)
     checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
     if not self.args.save_only_model:
@@ -104,16 +90,11 @@ def warn_of_lost_best_checkpoint(self: Trainer) -> None:
 # Loading
 
 
-def train(
-    original: Callable[..., Any], self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """Resumes all ranks from one checkpoint, the newest that any node has if the script leaves the choice."""
-    if resume_from_checkpoint:
-        resume_from_checkpoint = _checkpoint_of_all_nodes(self, resume_from_checkpoint)
-    return original(resume_from_checkpoint, *args, **kwargs)
+def checkpoint_of_all_nodes(self: Trainer, wanted: str | os.PathLike[str] | bool) -> str | bool:
+    """The folder that all ranks resume from (collective): ``wanted``, or the newest that any node has if that is True.
 
-
-def _checkpoint_of_all_nodes(self: Trainer, wanted: str | os.PathLike[str] | bool) -> str | bool:
+    The Trainer's own state in it is given to nodes that lack it.
+    """
     if wanted is True:
         output = self.args.output_dir
         own = get_last_checkpoint(output) if os.path.isdir(output) else None
@@ -123,38 +104,35 @@ def _checkpoint_of_all_nodes(self: Trainer, wanted: str | os.PathLike[str] | boo
         wanted = os.path.join(output, max(names, key=lambda name: int(name.rpartition("-")[2])))
     checkpoint = os.fspath(wanted)
     self._lshdp_resumes_state = any(all_objects(os.path.isdir(os.path.join(checkpoint, STATE_FOLDER))))
-    if _resumes_state(self):
+    if resumes_state(self):
         _give_trainer_state_to_all(self, checkpoint)
     return checkpoint
 
 
-def _resumes_state(self: Trainer) -> bool:
+def resumes_state(self: Trainer) -> bool:
+    """Whether the checkpoint that this training resumes from has the accelerator's state."""
     return getattr(self, "_lshdp_resumes_state", False)
 
 
-def _load_from_checkpoint(
-    original: Callable[..., Any], self: Trainer, resume_from_checkpoint: str, model: Any = None
-) -> None:
-    """Leaves the model to the accelerator's state, if the checkpoint has one."""
-    if not _resumes_state(self):
-        original(resume_from_checkpoint, model)
+def load_state(self: Trainer, checkpoint: str) -> bool:
+    """Goes on from the accelerator's state in a checkpoint (collective); False: it has none.
 
-
-def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> None:
-    if checkpoint is None:
-        return
-    if _resumes_state(self):
+    Raises:
+        ValueError: there is none, and the strategy cannot take what a plain Trainer has saved; or the checkpoint has
+            global batches of another size.
+    """
+    if resumes_state(self):
         with _scheduler_registered(self):
             loaded = self.accelerator.load_state(os.path.join(checkpoint, STATE_FOLDER))
         _refuse_other_total(self, checkpoint, loaded)
-    elif self.accelerator.policies.is_sharded:
+        return True
+    if self.accelerator.policies.is_sharded:
         raise ValueError(
             f"found no folder {STATE_FOLDER!r} in {checkpoint}, so it was not saved with LSHDP, and strategy "
             f"{self.accelerator.strategy} cannot take the whole state of an optimizer. Continue with strategy ddp, or "
             "train from its weights (from_pretrained)"
         )
-    else:
-        original(checkpoint)
+    return False
 
 
 def _refuse_other_total(self: Trainer, checkpoint: str, loaded: LoadedCheckpoint) -> None:
@@ -174,31 +152,40 @@ def _refuse_other_total(self: Trainer, checkpoint: str, loaded: LoadedCheckpoint
         )
 
 
-def _load_rng_state(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> None:
-    """Nothing after the accelerator's state, which had it."""
-    if not _resumes_state(self):
-        original(checkpoint)
+@contextlib.contextmanager
+def skipping_in_samples() -> Iterator[None]:
+    """Inside, the Trainer goes on at a restored position of its loader, which is in samples, not in batches."""
+    original = trainer.skip_first_batches
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(dataloader, HeterogeneousDataLoader):
+            return original(dataloader, num_batches)
+        return prepare.skip_first_batches(dataloader, None if dataloader.has_restored_position else num_batches)
+
+    trainer.skip_first_batches = skip_first_batches
+    try:
+        yield
+    finally:
+        trainer.skip_first_batches = original
 
 
-def skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """Replaces the function that the Trainer calls: goes on at the restored position, if there is one, in samples."""
-    if not isinstance(dataloader, HeterogeneousDataLoader):
-        return original(dataloader, num_batches)
-    return prepare.skip_first_batches(dataloader, None if dataloader.has_restored_position else num_batches)
+def load_best_model(self: Trainer) -> bool:
+    """Loads the best checkpoint's model from the accelerator's state (collective); False: it has none.
 
-
-def _load_best_model(original: Callable[..., Any], self: Trainer) -> None:
+    Raises:
+        ValueError: there is none, and the strategy needs it.
+    """
     folder = os.path.join(self.state.best_model_checkpoint, STATE_FOLDER)
     if any(all_objects(os.path.isdir(folder))):
         logger.info(f"Loading best model from {folder} (score: {self.state.best_metric})")
         self.accelerator.load_models(folder)
-    elif self.accelerator.policies.is_sharded:
+        return True
+    if self.accelerator.policies.is_sharded:
         raise ValueError(
             f"found no folder {STATE_FOLDER!r} in the best checkpoint {self.state.best_model_checkpoint}, from which "
             f"strategy {self.accelerator.strategy} loads its shards. Leave save_only_model out"
         )
-    else:
-        original()
+    return False
 
 
 @contextlib.contextmanager
@@ -210,16 +197,3 @@ def _scheduler_registered(self: Trainer) -> Iterator[None]:
         yield
     finally:
         registered.remove(self.lr_scheduler)
-
-
-CORRECTIONS = (
-    save_model,
-    _save_optimizer_and_scheduler,
-    _save_rng_state,
-    _save_checkpoint,
-    train,
-    _load_from_checkpoint,
-    _load_optimizer_and_scheduler,
-    _load_rng_state,
-    _load_best_model,
-)

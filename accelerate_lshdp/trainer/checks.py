@@ -2,7 +2,8 @@
 """What cannot be right in a Trainer's arguments with unequal batches, told before the first step.
 
 Engines that place parameters themselves (DeepSpeed, FSDP, Megatron-LM) are refused when the accelerator is made
-(``other_engines.refuse_other_engines``), samplers that shard by rank when their loader is prepared (``data.sampler_checks``).
+(``other_engines.refuse_other_engines``), samplers that shard by rank when their loader is prepared
+(``data.sampler_checks``).
 """
 
 from __future__ import annotations

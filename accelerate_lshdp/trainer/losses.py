@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate_lshdp.accelerator.losses.parts import Composition
+from accelerate_lshdp.data.labels import IGNORED_LABEL
 from accelerate_lshdp.data.place import MicroBatchPlace
-from accelerate_lshdp.data.weighting import IGNORED_LABEL
 from accelerate_lshdp.trainer.loss_trials import LossTrials
 
 

@@ -25,6 +25,8 @@ prepare_at_first_state()  # the one that TrainingArguments make
 class LSHDPTrainerMixin(_Base):
     """Trains with LSHDP: ``class MyTrainer(LSHDPTrainerMixin, Seq2SeqTrainer): ...``.
 
+    It gives the Trainer its `LSHDPAccelerator`, with which any Trainer gets `overrides.TrainerOverrides`.
+
     Args:
         plan: a plan or the path of one; None: from ``ACCELERATE_LSHDP_PLAN``, or equal batches if that is not set.
         *args, **kwargs: as for the other Trainer.
@@ -33,6 +35,8 @@ class LSHDPTrainerMixin(_Base):
         RuntimeError: on all ranks, if the plan is wrong on any of them or differs between them.
         ValueError: from ``train``, if the arguments contradict the plan or cannot be exact.
     """
+
+    _lshdp_plan: Plan | str | os.PathLike[str] | None = None
 
     def __init__(self, *args: Any, plan: Plan | str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         self._lshdp_plan = plan

@@ -32,7 +32,8 @@ from accelerate_lshdp.accelerator.losses.observations import SeenLoss, fitting_k
 from accelerate_lshdp.accelerator.losses.parts import Composition
 from accelerate_lshdp.accelerator.losses.undecided import OpenLoss
 from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_entropies
-from accelerate_lshdp.data.tokens import LabelCounter, LabelCounts
+from accelerate_lshdp.data.labels import LabelCounts
+from accelerate_lshdp.data.tokens import LabelCounter
 from accelerate_lshdp.data.weighting import LossWeighting, loss_share
 from accelerate_lshdp.runtime.option_advice import option_advice
 

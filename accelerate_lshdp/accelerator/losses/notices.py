@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 from accelerate_lshdp.accelerator.losses.observations import SeenLoss, kind_of, shares_differ
 from accelerate_lshdp.accelerator.losses.parts import Composition
 from accelerate_lshdp.accelerator.losses.undecided import OpenLoss
-from accelerate_lshdp.data.tokens import LabelCounts
+from accelerate_lshdp.data.labels import LabelCounts
 
 
 logger = get_logger(__name__)

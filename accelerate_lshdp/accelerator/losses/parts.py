@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate_lshdp.data.weighting import IGNORED_LABEL
+from accelerate_lshdp.data.labels import IGNORED_LABEL
 from accelerate_lshdp.runtime.object_exchange import as_bytes
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import cross_entropy
 
-from accelerate_lshdp.data.weighting import IGNORED_LABEL
+from accelerate_lshdp.data.labels import IGNORED_LABEL
 
 
 class CrossEntropies(NamedTuple):
