@@ -208,7 +208,7 @@ def accumulate_unknown(several: bool) -> list[str]:
     stepping.logger.warning_once = warned.append
     try:
         with script.accelerator.accumulate(nn.Linear(1, 1)):
-            assert script.accelerator._accumulated == script.accelerator._prepared
+            assert script.accelerator._accumulation.models == script.accelerator.session.engine.models
     finally:
         del stepping.logger.warning_once
     return warned

@@ -105,7 +105,7 @@ def train(run: Run) -> Outcome:
         slowed = rank == run.slower and step >= run.slower_from
         return 0.01 + samples / run.speeds[rank] * (2 if slowed else 1)
 
-    accelerator._timer.backward_ends = PretendedSpeed(accelerator, seconds)
+    accelerator.session.timer.backward_ends = PretendedSpeed(accelerator, seconds)
     model = case.model().double()
     optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
     dataset = case.dataset(run.samples, torch.float64)

@@ -75,7 +75,7 @@ def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 def of_unequal_speed(accelerator: LSHDPAccelerator) -> LSHDPAccelerator:
     """Rank 0 says that it is three times as fast as rank 1."""
-    timer = accelerator._timer
+    timer = accelerator.session.timer
 
     def backward_ends() -> RankReport:
         place, rank = accelerator.batch_place, accelerator.process_index
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_another_total_does_not_decide_the_total(workers, tmp_pa
 def begin_with_another_batch() -> None:
     accelerator = LSHDPAccelerator()
     place = SimpleNamespace(cut=GlobalBatchCut.equal(4 + accelerator.process_index, 2))
-    accelerator.run_total.before_backward(place)
+    accelerator.session.total.before_backward(place)
 
 
 def test_ranks_that_begin_with_different_batches_stop_together(workers):

@@ -34,7 +34,7 @@ def accelerator_of(automatic: bool = True, speeds: tuple[float, ...] = SPEEDS, *
     else:
         plan = Plan.from_batch_sizes([TOTAL // len(speeds)] * len(speeds), strategy="ddp")
     accelerator = LSHDPAccelerator(plan=plan, **options)
-    timer = accelerator._timer
+    timer = accelerator.session.timer
 
     def backward_ends() -> RankReport:
         place = accelerator.batch_place

@@ -145,7 +145,7 @@ def train(pattern: str, strategy: str, sizes: list, accumulation: int = 1, **opt
                 accelerator.backward(loss_of(pattern, model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-    found = {name: finding["composition"] for name, finding in accelerator.loss_findings["loop"].items()}
+    found = {name: finding["composition"] for name, finding in accelerator.session.losses.findings["loop"].items()}
     return {name: full(parameter) for name, parameter in model.named_parameters()}, told, found
 
 
@@ -218,7 +218,7 @@ def train_by_recipe(strategy: str, steps: int) -> tuple[dict, dict]:
                 accelerator.backward(loss * steps * accelerator.num_processes)
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: finding["composition"] for name, finding in accelerator.loss_findings["loop"].items()}
+    found = {name: finding["composition"] for name, finding in accelerator.session.losses.findings["loop"].items()}
     return {name: full(parameter) for name, parameter in model.named_parameters()}, found
 
 
@@ -255,7 +255,7 @@ def train_on_rows(sizes: list, weighting: str | None, labels: bool) -> tuple[lis
             accelerator.backward(cross_entropy(rows @ rows.T, torch.arange(len(rows))))
             optimizer.step()
             optimizer.zero_grad()
-    return told, accelerator.loss_findings["loop"]
+    return told, accelerator.session.losses.findings["loop"]
 
 
 def test_a_loss_that_cannot_be_recognised_is_told_of_once(workers):
@@ -355,7 +355,7 @@ def train_transformers(
         for part in loader:
             accelerator.backward(model(**part).loss)
     gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    found = accelerator.loss_findings["loop"].get("loss 0", {}).get("composition")
+    found = accelerator.session.losses.findings["loop"].get("loss 0", {}).get("composition")
     return gradients, found, told
 
 
@@ -427,7 +427,7 @@ def train_and_resume(folder: str) -> tuple[dict, dict]:
     accelerator.save_state(f"{folder}/state")
     resumed, *_ = start()
     resumed.load_state(f"{folder}/state")
-    return accelerator.loss_findings, resumed.loss_findings
+    return accelerator.session.losses.findings, resumed.session.losses.findings
 
 
 def test_a_checkpoint_keeps_what_was_found(workers, tmp_path):

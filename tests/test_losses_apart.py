@@ -86,7 +86,7 @@ def train(names: list[str], sizes: list, size: int, gathers: bool = False) -> tu
                     accelerator.backward(LOSSES[name](model, batch))
                     optimizer.step()
                     optimizer.zero_grad()
-    found: dict[str, Any] = accelerator.loss_findings["loop"]
+    found: dict[str, Any] = accelerator.session.losses.findings["loop"]
     return {name: full(parameter) for name, parameter in model.named_parameters()}, told, found
 
 
@@ -152,7 +152,9 @@ def train_with_empty_micro_batches(sizes: list) -> tuple[dict, dict]:
             accelerator.backward(nothing_where_no_label_counts(model, batch))
             optimizer.step()
             optimizer.zero_grad()
-    return {name: full(parameter) for name, parameter in model.named_parameters()}, accelerator.loss_findings["loop"]
+    return {
+        name: full(parameter) for name, parameter in model.named_parameters()
+    }, accelerator.session.losses.findings["loop"]
 
 
 @pytest.mark.parametrize("sizes", [[(1, 2), (1, 2)], [(2, 2), (1, 2)]], ids=str)
@@ -183,7 +185,7 @@ def losses_that_no_step_follows() -> int:
     with accelerator.no_sync(model):
         for batch in loader:
             accelerator.backward(sums_of_rows(model, batch))
-    return len(accelerator._losses._unheard)
+    return len(accelerator.session.losses.finder._unheard)
 
 
 def test_what_is_told_of_losses_is_not_kept_where_no_step_follows(workers):
@@ -202,7 +204,7 @@ def train_two_losses_in_turns(sizes: list) -> dict:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    return accelerator.loss_findings["loop"]
+    return accelerator.session.losses.findings["loop"]
 
 
 def test_another_loss_in_a_later_micro_batch_is_an_error_on_all_ranks(workers):

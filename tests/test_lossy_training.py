@@ -95,7 +95,7 @@ def resume_elsewhere(folder: str, plan: Plan, saves: bool) -> list[str]:
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.accelerator.checkpointing").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.run_checkpoints").addHandler(handler)
     case = CASES["vit"]
     accelerator = LSHDPAccelerator(plan=plan)
     model = case.model()
@@ -110,7 +110,7 @@ def resume_elsewhere(folder: str, plan: Plan, saves: bool) -> list[str]:
         optimizer.zero_grad()
     if saves:
         accelerator.save_state(folder)
-    logging.getLogger("accelerate_lshdp.accelerator.checkpointing").removeHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.run_checkpoints").removeHandler(handler)
     return [message for message in heard if "starts anew" in message]
 
 
@@ -147,7 +147,7 @@ def test_keyword_against_plan() -> None:
 def abandon_then_train(dtype: str) -> bool:
     """A backward that fails on all ranks while buffers are under way; the next one uses the same buffers."""
     reduction = new_reduction(Communication(dtype))
-    ordered = OrderedReductions(reduction, clock=LSHDPAccelerator()._clock, count=2)
+    ordered = OrderedReductions(reduction, clock=LSHDPAccelerator().session.timer.clock, count=2)
     shapes = [torch.Size((40, 50))]
     ordered.ready(0, torch.ones(2000), shapes)
     ordered.reset()

@@ -125,7 +125,7 @@ def one_step(name: str, how: str) -> tuple[dict, str]:
     gradients = {
         name.removeprefix("_orig_mod."): full(p.grad) for name, p in model.named_parameters() if p.grad is not None
     }
-    return gradients, accelerator.loss_findings["loop"]["loss 0"]["composition"]
+    return gradients, accelerator.session.losses.findings["loop"]["loss 0"]["composition"]
 
 
 @pytest.mark.parametrize("how", ["tuples", "wrapped"])

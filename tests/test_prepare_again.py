@@ -49,7 +49,7 @@ def train_and_prepare_again(strategy: str) -> tuple[dict, int, int]:
     accelerator.free_memory()
     model, optimizer, loader = accelerator.prepare(model, raw, loader)
     parameters = train(accelerator, model, optimizer, loader)
-    return parameters, accelerator.completed_steps, accelerator._rank_step.optimizer_steps
+    return parameters, accelerator.completed_steps, accelerator.session.rank_step.optimizer_steps
 
 
 @everywhere
@@ -95,7 +95,7 @@ def train_stages_with_one_optimizer(given: str, kept: bool) -> tuple[dict, list[
         train(accelerator, model, prepared, loader)
         assert accelerator._optimizers == [prepared] and prepared.optimizer is raw
         stages += [accelerator] if kept else []
-        steps.append((accelerator.completed_steps, accelerator._rank_step.optimizer_steps))
+        steps.append((accelerator.completed_steps, accelerator.session.rank_step.optimizer_steps))
         optimizer = prepared if given == "prepared" else raw
     return values(model), steps, len(raw._optimizer_step_pre_hooks) + len(raw._optimizer_step_post_hooks)
 

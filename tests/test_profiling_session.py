@@ -195,7 +195,7 @@ def buckets_of(strategy: str) -> tuple[list[int], list[int]]:
     profile = profile_ranks(a_subject(clock.loss, clock), options, an_accelerator(), clock=clock)
     sent: list[int] = []
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=strategy))
-    accelerator._placement.bucket_bytes = 20_000
+    accelerator.session.engine.placement.bucket_bytes = 20_000
     subject = a_subject()
     model, loader = accelerator.prepare(subject.model, subject.train_dataloader)
     all_reduce = dist.all_reduce

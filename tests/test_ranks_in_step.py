@@ -131,7 +131,7 @@ def train_once_more_when_the_loss_is_known(strategy: str) -> None:
     try:
         for number, batch in enumerate(batch for _ in range(4) for batch in script.loader):
             if number == 14:
-                assert "loss 0" in script.accelerator.loss_findings["loop"]
+                assert "loss 0" in script.accelerator.session.losses.findings["loop"]
                 if script.accelerator.process_index == 1:
                     script.accelerator.backward(CASE.loss(script.model, batch))
             step(script, batch)

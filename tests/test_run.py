@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate_lshdp import Plan, run
+from accelerate_lshdp import Plan
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.runtime import backend
+from accelerate_lshdp.shim import script as run
 from accelerate_lshdp.shim.after_import import after_import
 
 

@@ -360,7 +360,7 @@ def own_loop() -> tuple[dict[str, list[int]], int, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.accelerator.preparing").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.accelerator.schedule_notice").addHandler(handler)
     accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([7, 5], strategy="ddp"))
     model, first, second = make_model().eval(), make_loader(), make_loader(shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

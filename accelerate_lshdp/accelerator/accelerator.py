@@ -4,43 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from accelerate_lshdp.accelerator.accumulation_windows import AccumulationWindows
-from accelerate_lshdp.accelerator.automatic_sizes import AutomaticSizes
-from accelerate_lshdp.accelerator.checkpointing import Checkpointing
+from accelerate_lshdp.accelerator.accumulation import Accumulation
+from accelerate_lshdp.accelerator.backward import Backward
 from accelerate_lshdp.accelerator.creation import created
-from accelerate_lshdp.accelerator.ddp_options import ddp_options_without_effect, refuse_ddp_options
-from accelerate_lshdp.accelerator.loader_context import AcceleratorLoaderContext
-from accelerate_lshdp.accelerator.losses.finding import LossFinder
-from accelerate_lshdp.accelerator.metrics import Collecting
+from accelerate_lshdp.accelerator.ddp_options import refuse_ddp_options
+from accelerate_lshdp.accelerator.loader_context import SessionLoaderContext
+from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet
+from accelerate_lshdp.accelerator.model_checks import checked
+from accelerate_lshdp.accelerator.model_export import fits_one_file, full_state, write_weights
+from accelerate_lshdp.accelerator.optimizer_steps import OptimizerSteps, PreparedOptimizer
 from accelerate_lshdp.accelerator.other_engines import (
-    fsdp_choices_without_effect,
     refuse_other_engines,
     switch_off_other_engines,
 )
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
-from accelerate_lshdp.accelerator.preparing import Preparing
-from accelerate_lshdp.accelerator.ranks_in_step import RankStep
-from accelerate_lshdp.accelerator.run_total import RunTotal, keeps_plan_total, sizes_at_start
+from accelerate_lshdp.accelerator.run_checkpoints import layout_of, load_run, save_run
+from accelerate_lshdp.accelerator.run_total import keeps_plan_total
+from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
+from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.settings import BatchKeywords, resolve_plan
-from accelerate_lshdp.accelerator.step_statistics import StepStatistics, StepTimer
-from accelerate_lshdp.accelerator.stepping import Stepping
-from accelerate_lshdp.accelerator.unstepped_gradients import UnsteppedGradients
-from accelerate_lshdp.data.batch_tracker import BatchTracker
+from accelerate_lshdp.accelerator.start_notices import choose_precision, warn_of_settings_without_effect
+from accelerate_lshdp.accelerator.step_statistics import StepStatistics
+from accelerate_lshdp.checkpoint.run_state import (
+    LoadedCheckpoint,
+    NodeLayout,
+    load_models,
+)
 from accelerate_lshdp.data.place import MicroBatchPlace
-from accelerate_lshdp.data.prepare import skip_first_batches
-from accelerate_lshdp.data.tokens import LabelCounter
-from accelerate_lshdp.data.weighting import LossWeighting
+from accelerate_lshdp.data.prepare import prepare_loader, skip_first_batches
+from accelerate_lshdp.data.weighting import LossWeighting, require_known_labels
 from accelerate_lshdp.documents.plan import Plan, Strategy
-from accelerate_lshdp.engine.placement import Placement
+from accelerate_lshdp.engine.batch_norm import take_single_values
+from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
+from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
@@ -49,18 +56,15 @@ from accelerate_lshdp.runtime.agreement import raise_together
 from accelerate_lshdp.runtime.backend import prepare_environment, refuse_lonely_state
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.forking import install_safe_forks
-from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.parent_death import end_with_launcher
 from accelerate_lshdp.runtime.shutdown import install_clean_exit
-from accelerate_lshdp.runtime.step_exchange import StepExchange
 from accelerate_lshdp.runtime.topology import Topology
-from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 logger = get_logger(__name__)
 
 
-class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerator):
+class LSHDPAccelerator(Accelerator):
     """An ``Accelerator`` whose ranks may have batches of different size and whose parameters stay on their node.
 
     User code between ``prepare`` and the end of training is ordinary accelerate code.
@@ -108,8 +112,8 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             refuse_ddp_options(kwargs.get("kwargs_handlers"))
             keeps_total = keeps_plan_total()
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
-            self.plan, self.lsdp_plugin = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
-            self._choose_precision(kwargs)
+            plan, options = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
+            choose_precision(options, kwargs)
         except (ValueError, OSError) as found:
             error = found
             # Only to meet the other ranks and to raise there.
@@ -120,173 +124,80 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         install_clean_exit()
         install_safe_forks()
         created()
-        self._raise_everywhere(error)
+        if error is not None and self.num_processes == 1:
+            raise error
+        if self.num_processes > 1:
+            raise_together(error)
         self.trust_checkpoint = trust_checkpoint
-        self._agree(keeps_total)
-        counts = [steps for _, steps in self.plan.micro_batches or ()]
-        self._clock = WaitClock()
-        self._exchange = StepExchange(
-            self.process_index, self.num_processes, self._clock, counts if len(set(counts)) > 1 else None
+        self.session = Session(
+            self.process_index,
+            self.num_processes,
+            self.device,
+            plan,
+            options,
+            mixed_precision=self.mixed_precision,
+            unmodified=self.stands_for_accelerator,
+            keeps_total=keeps_total,
+            split_batches=self.split_batches,
         )
-        self._timer = StepTimer(self.device, self._clock)
-        self._tracker = BatchTracker()
-        self._windows = AccumulationWindows()
-        self._rank_step = RankStep()
-        self._unstepped = UnsteppedGradients()
-        self._loader_context = AcceleratorLoaderContext(self)
-        self._prepared: list[PreparedModel] = []
-        self._new_parameters: dict[int, tuple[weakref.ref, nn.Parameter]] = {}
-        self._hidden: list[tuple[nn.Parameter, Any]] = []  # gradients that another rank of the node uses
-        self._evaluation_depth = 0
-        self._window_tokens: float | None = None
-        self.loss_findings: dict[str, dict[str, Any]] = {"loop": {}}  # what losses were found to be, for checkpoints
-        self._losses: LossFinder | None = None
-        self._choose_weighting()
-        options = self.lsdp_plugin
-        self._placement = Placement(
-            self.policies,
-            self.topology,
-            device=self.device,
-            clock=self._clock,
-            communication=options.communication,
-            units=options.units,
-            prefetch=options.prefetch,
-            bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
-        )
+        self.session.optimizers = self._optimizers
+        self._accumulation = Accumulation(self.session, self.gradient_state)
+        self._backward = Backward(self.session, self._accumulation)
+        self._optimizer_steps = OptimizerSteps(self.session)
+        self._loader_context = SessionLoaderContext(self.session, self.gradient_state)
+        if self.policies.notice:
+            logger.warning(self.policies.notice)
+        warn_of_settings_without_effect(self.strategy, self.ddp_handler)
         if self.scaler is not None and self.policies.is_sharded:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
 
-    def _choose_weighting(self) -> None:
-        """Decides who says by how much losses count."""
-        weighting, counter = self.lsdp_plugin.loss_weighting, self.lsdp_plugin.token_counter
-        if weighting is LossWeighting.TOKENS and counter is not None:
-            self._loader_context.token_counter = counter
-        elif weighting in (LossWeighting.AUTO, LossWeighting.TOKENS):
-            labels = LabelCounter(of_steps=weighting is LossWeighting.TOKENS)
-            self._losses = LossFinder(self._exchange, labels, self.loss_findings["loop"])
-            alone = self.num_processes == 1 and not self.plan.has_accumulation
-            if alone and weighting is LossWeighting.AUTO:
-                self._losses.idle = True
-            else:
-                self._loader_context.token_counter = labels
+    # What is in force
 
-    @contextlib.contextmanager
-    def weighting_left_to_caller(self) -> Iterator[None]:
-        """Inside, losses are not looked at: a caller says by how much each counts (``counting_losses``)."""
-        counter, self._loader_context.token_counter = self._loader_context.token_counter, None
-        idle = self._losses is None or self._losses.idle
-        if self._losses is not None:
-            self._losses.idle = True
-        try:
-            yield
-        finally:
-            self._loader_context.token_counter = counter
-            if self._losses is not None:
-                self._losses.idle = idle
+    @property
+    def plan(self) -> Plan:
+        """The plan, with the batch sizes that are in force."""
+        return self.session.plan
 
-    def _choose_precision(self, kwargs: dict[str, Any]) -> None:
-        wanted = self.lsdp_plugin.mixed_precision
-        given = kwargs.get("mixed_precision")
-        if wanted is not None and given is not None and str(given) != wanted:
-            raise ValueError(
-                f"mixed_precision={str(given)!r} contradicts {option_advice('mixed_precision', wanted)}; give only one"
-            )
-        if wanted is not None:
-            kwargs["mixed_precision"] = wanted
-
-    def _raise_everywhere(self, error: Exception | None) -> None:
-        if self.num_processes > 1:
-            raise_together(error)
-        elif error is not None:
-            raise error
-
-    def _agree(self, keeps_total: bool) -> None:
-        """Checks that all ranks were told the same and that it fits the nodes (collective)."""
-        error: Exception | None = None
-        self._sizing: AutomaticSizes | None = None
-        self.topology = Topology(0, (1,))
-        try:
-            self.topology = Topology.discover(self.process_index, self.num_processes)
-            self.policies: ShardingPolicies = self.lsdp_plugin.policies(
-                self.topology, device_type=self.device.type, mixed_precision=self.mixed_precision
-            )
-            plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.num_processes)
-            plan.check(self.num_processes, self.policies.shard_groups, self.topology.node_sizes)
-            if plan.automatic is not None:
-                self._sizing = AutomaticSizes(plan, self.device)
-            if not self.plan.leaves_total_open:
-                self.plan = plan
-        except (ValueError, RuntimeError) as found:
-            error = found
-        self._raise_everywhere(error)
-        options = self.lsdp_plugin
-        sizes = "of its loaders" if self.plan.batch is None else self.plan.batch_sizes
-        told = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
-        told += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
-        told += f"buckets {options.bucket_megabytes}, intra-node {options.intra_node}, "
-        told += f"precision {self.mixed_precision}"
-        if self._sizing is not None:
-            told += f", measured curves {self._sizing.curves}"
-        if self.stands_for_accelerator:
-            told += f", total of the plan kept: {keeps_total}"
-        self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
-        if self.plan.leaves_total_open:
-            self._sizing = None  # made to be checked; the total comes with the first batch that is trained
-        self.plan_digest = self.plan.digest()
-        """Of what was told, whatever the run finds later."""
-        self.run_total = RunTotal(self, self.stands_for_accelerator, keeps_total)
-        if self.policies.notice:
-            logger.warning(self.policies.notice)
-        if unused := fsdp_choices_without_effect():
-            logger.warning(
-                f"the FSDP settings {', '.join(unused)} have no effect: the strategy {self.plan.strategy} of the plan "
-                f"places the parameters. Choose the units by {option_advice('units')}, the checkpointing in the model"
-            )
-        if unused := ddp_options_without_effect([self.ddp_handler]):
-            logger.warning(
-                f"DistributedDataParallelKwargs({', '.join(unused)}) has no effect: torch's DDP is not used. The size "
-                f"of gradient buckets is {option_advice('bucket_megabytes')}"
-            )
-
-    def check_agreement(
-        self, digest: str, what: str, advice: str = "Give all nodes the same files and options"
-    ) -> None:
-        """Raises RuntimeError on all ranks if ``digest`` differs between them (collective).
-
-        Args:
-            digest: of this rank.
-            what: names it in the message.
-            advice: what is to be done if ranks differ.
-        """
-        if self.num_processes == 1:
-            return
-        everyone: list[str | None] = [None] * self.num_processes
-        with failures_explained():
-            dist.all_gather_object(everyone, digest)
-        if len(set(everyone)) > 1:
-            found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(everyone))
-            raise RuntimeError(f"the ranks do not agree on {what}. {found}. {advice}")
+    @property
+    def lsdp_plugin(self) -> LSDPPlugin:
+        """The options, with every field filled in."""
+        return self.session.options
 
     @property
     def strategy(self) -> Strategy:
-        return self.plan.strategy
+        return self.session.strategy
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes and ranks."""
+        return self.session.topology
+
+    @property
+    def policies(self) -> ShardingPolicies:
+        """What the strategy means on these nodes."""
+        return self.session.policies
+
+    @property
+    def completed_steps(self) -> int:
+        """Optimizer steps done, in this run and those it continues."""
+        return self.session.completed_steps
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the global batches of these steps."""
+        return self.session.samples_seen
 
     @property
     def step_statistics(self) -> StepStatistics | None:
         """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
-        return self._timer.statistics()
+        return self.session.timer.statistics()
 
     @property
     def batch_size_decisions(self) -> list[Decision]:
         """How automatic batch sizes changed, oldest first: when, from what to what, and why. Empty with fixed ones."""
-        return [] if self._sizing is None else list(self._sizing.rebalancer.decisions)
-
-    def _rebalance(self) -> None:
-        decision = self._sizing.step_ended()
-        if decision is not None:
-            self.plan = self.plan.with_batch(self._sizing.batch)
-            logger.info(f"step {self.completed_steps}, {decision}")
+        sizing = self.session.sizing
+        return [] if sizing is None else list(sizing.rebalancer.decisions)
 
     @property
     def batch_place(self) -> MicroBatchPlace | None:
@@ -295,38 +206,118 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         ``samples`` are those of this rank that count (0 for a repeated one), ``total_samples`` those of all ranks.
         None before the first training batch, and for batches of no prepared loader.
         """
-        return self._tracker.current
-
-    def places_of(self, batches: Sequence[Any]) -> list[MicroBatchPlace]:
-        """The places of training batches that a caller has fetched, in order; none for those of an evaluation pass."""
-        return self._tracker.places_of(batches)
-
-    def choose_batch(self, batch: Any) -> None:
-        """Says which batch the next ``accumulate`` trains, for callers whose models are given copies of it."""
-        self._tracker.choose(batch)
-
-    # Evaluation
-
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Passes begun inside are evaluation passes, whatever mode the models are in."""
-        self._evaluation_depth += 1
-        try:
-            yield
-        finally:
-            self._evaluation_depth -= 1
+        return self.session.tracker.current
 
     @property
-    def is_evaluating(self) -> bool:
-        """Whether a pass that begins now is an evaluation pass: no prepared model with an optimizer is training."""
-        return self._evaluation_depth > 0 or not any(model.training for model in self._trained_models())
+    def node_layout(self) -> NodeLayout:
+        """Where this process stands among the nodes, for checkpoints."""
+        return layout_of(self.session)
 
-    def _trained_models(self) -> list[nn.Module]:
-        """Prepared models that a prepared optimizer updates."""
-        updated = {
-            id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        }
-        return [p.module for p in self._prepared if any(id(w) in updated for w in p.trainable_parameters())]
+    @property
+    def step(self) -> int:
+        """Micro-batches accumulated so far: accelerate's own counter."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        # accelerate's constructor sets it to 0 before there is an accumulation, which begins with 0, too.
+        if "_accumulation" in vars(self):
+            self._accumulation.step = step
+
+    def check_agreement(
+        self, digest: str, what: str, advice: str = "Give all nodes the same files and options"
+    ) -> None:
+        """Raises RuntimeError on all ranks if ``digest`` differs between them: see `Session.check_agreement`."""
+        self.session.check_agreement(digest, what, advice)
+
+    # Objects
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        result = super().prepare(*args, device_placement=device_placement)
+        told_later = self.plan.batch is None or self.session.total.follows_script
+        if self._schedulers and self.num_processes > 1 and not (told_later or self.split_batches):
+            warn_of_schedule(self.session, args, self.gradient_accumulation_steps)
+        return result
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        engine = self.session.engine
+        known = PreparedModel.of(model)
+        if known is not None:
+            known = engine.take_back(known, evaluation_mode)
+        self._accumulation.watch_inputs(model)
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation_mode or not trains or known is not None:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        model = checked(self.session, model, self.state.dynamo_plugin.backend)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        if self.policies.is_sharded:
+            if not self.policies.strategy.is_offloaded:
+                model = model.to(self.device)
+            if model not in self._models:  # it may have been prepared for evaluation before
+                self._models.append(model)
+            model._is_accelerate_prepared = True
+        else:
+            model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        prepared = engine.place(model, before)
+        if self.num_processes > 1:
+            take_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
+        if len(engine.models) > 1:
+            self.session.exchange.expect_several_models(
+                None if prepared.can_be_completed else self.policies.shard_groups
+            )
+        self.session.take_optimizers(
+            [optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters()
+        )
+        prepared.on_training_forward = self.session.timer.forward_begins
+        if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
+            require_known_labels(model)
+        if self.session.losses.finder is not None:
+            self.session.losses.finder.watch(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, PreparedOptimizer) and not self._optimizer_steps.follows(optimizer.optimizer):
+            optimizer = optimizer.optimizer  # another accelerator's: it gets a wrapper of this one
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            # After free_memory scripts prepare the same one again.
+            known = self._optimizer_steps.follows(optimizer)
+            parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
+            self.session.take_optimizers([optimizer], parameters)
+            if not known:
+                if self.device.type == "cpu" and not optimizer.state:
+                    fuse_steps(optimizer, self.policies.is_sharded)
+                self._optimizer_steps.follow(optimizer)
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = PreparedOptimizer  # accelerate leaves no choice of the class that it makes
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            if data_loader not in self._dataloaders:
+                self._dataloaders.append(data_loader)
+            return data_loader
+        self._loader_context.agree_on_seed(self.dataloader_config.data_seed)
+        prepared = prepare_loader(
+            data_loader,
+            self._loader_context,
+            device=self.device,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
+            dispatch_batches=self.dispatch_batches,
+            rng_types=list(self.rng_types),
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int | None = None) -> Any:
         """A loader for one pass that leaves out the first batches.
@@ -338,8 +329,228 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        self._prepared.clear()
-        self._unstepped.clear()
-        self._windows = AccumulationWindows()
-        self._new_parameters.clear()
-        return super().free_memory(*objects)
+        self.session.free_models()
+        objects = super().free_memory(*objects)
+        self.session.optimizers = self._optimizers  # accelerate has made another list
+        return objects
+
+    # Steps
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        return self._accumulation.block(models)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for prepared in PreparedModel.within(model):
+                stack.enter_context(prepared.no_sync())
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        for prepared in PreparedModel.within(model):
+            prepared.synchronise_next = True
+        yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Does nothing: with prepared loaders all ranks make the same number of steps."""
+        if even_batches is not None:
+            warnings.warn("join_uneven_inputs(even_batches=...) has no effect with LSHDPAccelerator", stacklevel=3)
+        yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Adds this loss's share to the gradients; after the last call of a step ``.grad`` is final on all ranks.
+
+        Args:
+            loss: this rank's loss, a mean over its own micro-batch (see ``LSDPPlugin.loss_weighting``).
+            **kwargs: for ``Tensor.backward``.
+
+        Raises:
+            RuntimeError: in an evaluation pass, or outside ``accumulate`` when the plan has accumulation; or another
+                accelerator has prepared a model since.
+        """
+        steps = self.gradient_accumulation_steps
+        self._backward.run(loss, kwargs, accumulation_steps=steps, scaler=self.scaler)
+
+    @failures_explained()
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before."""
+        self.unscale_gradients()
+        return clip_grad_norm(_as_list(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamps every element of the gradients to [-clip_value, clip_value]."""
+        self.unscale_gradients()
+        clip_grad_value(_as_list(parameters), clip_value)
+
+    def counting_losses(self, share: float) -> AbstractContextManager[None]:
+        """Losses inside count by this share in their step, instead of that of their batch; shares of ranks are summed.
+
+        For callers that know what their losses are means over, such as the Trainer.
+        """
+        return self.session.losses.given(share)
+
+    def weighting_left_to_caller(self) -> AbstractContextManager[None]:
+        """Inside, losses are not looked at: a caller says by how much each counts (``counting_losses``)."""
+        return self.session.losses.left_to_caller()
+
+    def places_of(self, batches: Sequence[Any]) -> list[MicroBatchPlace]:
+        """The places of training batches that a caller has fetched, in order; none for those of an evaluation pass."""
+        return self.session.tracker.places_of(batches)
+
+    def choose_batch(self, batch: Any) -> None:
+        """Says which batch the next ``accumulate`` trains, for callers whose models are given copies of it."""
+        self.session.tracker.choose(batch)
+
+    # Evaluation, metrics
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Passes begun inside are evaluation passes, whatever mode the models are in."""
+        return self.session.evaluation()
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a pass that begins now is an evaluation pass: no prepared model with an optimizer is training."""
+        return self.session.is_evaluating
+
+    @failures_explained()
+    def gather(self, tensor: Any) -> Any:
+        """Concatenates tensors of all ranks along the first dimension, whose size may differ between ranks."""
+        if self.num_processes > 1:
+            return gather(self.session, tensor)
+        meet(self.session, "gather")
+        return super().gather(tensor)
+
+    @failures_explained()
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers, without the samples that were only repeated to give every rank a batch."""
+        loader = self.gradient_state.active_dataloader
+        # Without a loader in a pass the batch was fetched ahead.
+        trains = loader is None or not getattr(loader, "is_evaluating", True)
+        place = self.session.tracker.place_at_hand(input_data) if trains else None
+        if place is None or self.num_processes == 1:
+            return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+        return gather_metrics(self.session, place, input_data, use_gather_object)
+
+    @failures_explained()
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        meet(self.session, "reduce")
+        return super().reduce(tensor, reduction, scale)
+
+    @failures_explained()
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        meet(self.session, "pad_across_processes")
+        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    @failures_explained()
+    def wait_for_everyone(self) -> None:
+        meet(self.session, "wait_for_everyone")
+        super().wait_for_everyone()
+
+    # Checkpoints
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **unknown: Any
+    ) -> str:
+        """Writes a checkpoint that is complete on every node (collective).
+
+        Tensors are in safetensors, everything else in JSON. The folder gets its final name when it is complete on all
+        nodes; an older one of that name is replaced as a whole. Any number of ranks, under any plan and strategy, can
+        continue from it.
+
+        Hooks of ``register_save_state_pre_hook`` are called before anything is written; what they write into the
+        folder that they get becomes a part of this node's checkpoint. A model whose state dict they take out of
+        their list is not saved. Under strategies that shard a model, the state dicts are full on one rank of each
+        node, which holds all models at once for that, and empty on the others.
+
+        Args:
+            output_dir: the checkpoint's folder, on each node; may be left out with automatic checkpoint naming.
+            safe_serialization: has to stay True, there is no other format.
+
+        Returns:
+            The folder.
+
+        Raises:
+            RuntimeError: on all ranks, if a rank cannot write, or is between two micro-batches of a step.
+            ValueError: arguments that have no meaning here.
+        """
+        if not safe_serialization or unknown:
+            raise ValueError(
+                f"save_state got safe_serialization={safe_serialization} and {sorted(unknown)}; checkpoints are "
+                "always safetensors and JSON, and there is nothing else to choose"
+            )
+        return save_run(self, self.session, output_dir, self.trust_checkpoint)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict | None = None, **unknown: Any
+    ) -> LoadedCheckpoint:
+        """Continues from the newest checkpoint that is complete on some node (collective).
+
+        Under the same plan and number of ranks the run goes on bit for bit as if it had not stopped; under another
+        plan, strategy or number of ranks with the same remaining samples. Loaders get their position back:
+        ``skip_first_batches(loader)`` without a number goes on there.
+
+        Gradients and the step that they are of are forgotten, so all ranks may go on from here after an error that all
+        have caught. In a loop over a loader, call it between two steps.
+
+        Hooks of ``register_load_state_pre_hook`` are called before anything is restored; a model that they take out of
+        their list is not restored.
+
+        Args:
+            input_dir: a checkpoint or a folder of checkpoints; may be left out with automatic checkpoint naming.
+            load_kwargs: has to be empty.
+
+        Returns:
+            What the checkpoint says: step, samples seen, whether the plan is the same.
+
+        Raises:
+            RuntimeError: on all ranks, if there is no complete checkpoint on any node or it does not fit this run.
+            ValueError: arguments that have no meaning here.
+        """
+        if load_kwargs or unknown:
+            raise ValueError(
+                f"load_state got {sorted({**(load_kwargs or {}), **unknown})}, which have no meaning here"
+            )
+        if input_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs an input_dir, unless automatic_checkpoint_naming is on")
+        return load_run(self, self.session, input_dir, self.trust_checkpoint)
+
+    def load_models(self, input_dir: str | os.PathLike[str]) -> None:
+        """Gives the prepared models the parameters and buffers of a checkpoint, and changes nothing else (collective).
+
+        Raises:
+            RuntimeError: on all ranks, if there is no complete checkpoint on any node or its models are others.
+        """
+        load_models(input_dir, [self.unwrap_model(model) for model in self._models], self.node_layout)
+        self.session.engine.parameters_loaded()
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The full, unsharded state on the CPU of one rank a node; empty on the other ranks of sharded strategies."""
+        if not self.policies.is_sharded:
+            return super().get_state_dict(model, unwrap)
+        return full_state(self.session, self.unwrap_model(model))
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes weights that plain ``from_pretrained`` loads (collective), on the main process.
+
+        With ``ProjectConfiguration(save_on_each_node=True)`` every node writes its own. A model of at most
+        ``max_shard_size`` is written tensor by tensor, without a full copy in memory.
+        """
+        model = self.unwrap_model(model)
+        if not safe_serialization or not fits_one_file(model, max_shard_size):
+            return super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        on_each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if on_each_node else self.is_main_process
+        write_weights(self.session, model, save_directory, writes)
+
+
+def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

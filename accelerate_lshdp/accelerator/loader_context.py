@@ -1,50 +1,48 @@
-"""What prepared loaders ask of the accelerator and tell it."""
+"""What prepared loaders ask of the session and tell it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import GradientState
 
-from accelerate_lshdp.data.cut import GlobalBatchCut
+from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.place import PlacedBatch
 from accelerate_lshdp.documents.plan import RankBatch
 
 
-if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
+class SessionLoaderContext:
+    """``LoaderContext`` of a session (see ``accelerate_lshdp.data.context``).
 
+    Args:
+        session: its accelerator holds the loaders, which hold this: it is not kept alive.
+        gradient_state: accelerate's, with the script's own accumulation.
+    """
 
-class AcceleratorLoaderContext:
-    """``LoaderContext`` of an accelerator (see ``accelerate_lshdp.data.context``)."""
-
-    def __init__(self, accelerator: LSHDPAccelerator) -> None:
-        self._reference = weakref.ref(accelerator)  # which holds its loaders: dropped, it should be freed at once
-        self.rank = accelerator.process_index
-        self.world_size = accelerator.num_processes
-        self.token_counter: Callable[[Any], int] | None = None
-        self.seed = 0
-        self.training_passes: list[Any] = []
-        """The loaders with a training pass in progress; twice, if one has two."""
-        self._newest_cut: GlobalBatchCut | None = None
+    def __init__(self, session: Session, gradient_state: GradientState) -> None:
+        self._reference = weakref.ref(session)
+        self._gradient_state = gradient_state
+        self.rank = session.rank
+        self.world_size = session.world_size
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reference": self._reference()}  # a pickle of an accelerator has no weak references
+        return {**vars(self), "_reference": self._reference()}  # a pickle has no weak references
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _reference=weakref.ref(state["_reference"]))
 
     @property
-    def _accelerator(self) -> LSHDPAccelerator:
-        accelerator = self._reference()
-        if accelerator is None:
+    def _session(self) -> Session:
+        session = self._reference()
+        if session is None:
             raise RuntimeError(
                 "the accelerator that prepared this loader is gone; keep it as long as you use what it prepared"
             )
-        return accelerator
+        return session
 
     def agree_on_seed(self, data_seed: int | None) -> None:
         """Takes rank 0's seed (collective), so that all ranks and all world sizes shuffle alike.
@@ -53,66 +51,77 @@ class AcceleratorLoaderContext:
             data_seed: accelerate's ``DataLoaderConfiguration.data_seed``; None: the seed of torch.
         """
         own = torch.initial_seed() if data_seed is None else data_seed
-        seed = torch.tensor([own % 2**63], dtype=torch.int64, device=self._accelerator.device)
+        seed = torch.tensor([own % 2**63], dtype=torch.int64, device=self._session.device)
         if self.world_size > 1:
             dist.broadcast(seed, src=0)
-        self.seed = int(seed.item())
+        self._session.seed = int(seed.item())
+
+    @property
+    def seed(self) -> int:
+        return self._session.seed
+
+    @property
+    def token_counter(self) -> Callable[[Any], int] | None:
+        return self._session.losses.token_counter
 
     @property
     def rank_batches(self) -> tuple[RankBatch, ...] | None:
-        batch = self._accelerator.plan.batch
+        batch = self._session.plan.batch
         return None if batch is None else batch.ranks
 
     @property
     def follows_script(self) -> bool:
-        return self._accelerator.run_total.follows_script
+        return self._session.total.follows_script
 
     @property
     def expects_training(self) -> bool:
-        return bool(self._accelerator._optimizers) and not self._accelerator._evaluation_depth
+        return bool(self._session.optimizers) and not self._session.within_evaluation
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._accelerator.gradient_accumulation_steps
+        return self._gradient_state.num_steps
 
     @property
     def sync_with_dataloader(self) -> bool:
-        return self._accelerator.gradient_state.sync_with_dataloader
+        return self._gradient_state.sync_with_dataloader
 
     def is_evaluation_pass(self) -> bool:
-        return self._accelerator.is_evaluating
+        return self._session.is_evaluating
 
     def reports_training(self) -> bool:
-        return bool(self._accelerator._trained_models())
+        return bool(self._session.trained_models())
 
     def trains_several_samples(self) -> bool:
         """Whether a rank has micro-batches of more than one sample in a full global batch, as of the newest one."""
-        cut = self._newest_cut
+        cut = self._session.newest_cut
         return cut is not None and any(size > steps for size, steps in zip(cut.sizes, cut.steps, strict=True))
 
     def check_agreement(self, digest: str, what: str) -> None:
-        self._accelerator.check_agreement(digest, what)
+        self._session.check_agreement(digest, what)
 
     def begin_pass(self, loader: Any) -> None:
-        self._accelerator._tracker.begin_pass(loader, loader.is_evaluating)
-        self._accelerator._timer.interrupt()
+        session = self._session
+        session.tracker.begin_pass(loader, loader.is_evaluating)
+        session.timer.interrupt()
         if loader.is_evaluating:
             return
-        self.training_passes.append(loader)
-        if self._accelerator._sizing is not None:
-            self._accelerator._sizing.begin_pass(loader, self._accelerator._tracker.is_waiting)
+        session.training_passes.append(loader)
+        if session.sizing is not None:
+            session.sizing.begin_pass(loader, session.tracker.is_waiting)
 
     def end_pass(self, loader: Any) -> None:
-        if self._reference() is None:
+        session = self._reference()
+        if session is None:
             return  # the pass of a loader that outlives its accelerator is closed
-        self._accelerator._tracker.end_pass(loader)
+        session.tracker.end_pass(loader)
         if loader.is_evaluating:
             return
-        self.training_passes.remove(loader)
-        if self._accelerator._sizing is not None:
-            self._accelerator._sizing.end_pass(loader)
+        session.training_passes.remove(loader)
+        if session.sizing is not None:
+            session.sizing.end_pass(loader)
 
     def batch_yielded(self, loader: Any, placed: PlacedBatch) -> None:
-        self._newest_cut = placed.place.cut
-        self._accelerator._tracker.batch_yielded(loader, placed)
-        self._accelerator._timer.fetched(loader.fetch_clock.take())
+        session = self._session
+        session.newest_cut = placed.place.cut
+        session.tracker.batch_yielded(loader, placed)
+        session.timer.fetched(loader.fetch_clock.take())

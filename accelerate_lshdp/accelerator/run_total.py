@@ -9,24 +9,14 @@ total, or one that accumulates, is refused at the first backward. A plan without
 from __future__ import annotations
 
 import os
-import weakref
-from typing import TYPE_CHECKING, Any
 
-from accelerate.logging import get_logger
-
-from accelerate_lshdp.accelerator.automatic_sizes import AutomaticSizes, starting_batch
+from accelerate_lshdp.accelerator.automatic_sizes import starting_batch
 from accelerate_lshdp.accelerator.plugin import parse_flag
 from accelerate_lshdp.data.place import MicroBatchPlace
-from accelerate_lshdp.data.script_total import script_total
-from accelerate_lshdp.documents.plan import Automatic, Plan
+from accelerate_lshdp.documents.plan import Automatic, Batch, Plan
 from accelerate_lshdp.runtime.agreement import raise_together
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
-
-logger = get_logger(__name__)
 
 KEEP_VARIABLE = "LSDP_KEEP_PLAN_TOTAL"
 
@@ -47,41 +37,31 @@ def keeps_plan_total() -> bool:
 def sizes_at_start(plan: Plan, world_size: int) -> Plan:
     """A plan with the sizes that it starts with; where its total is open, with one sample a rank, to be checked."""
     if plan.leaves_total_open:
-        return plan.with_total(_equal_sizes(plan, world_size, world_size))
+        return plan.with_total(equal_sizes(plan, world_size, world_size))
     return plan.with_batch(starting_batch(plan, world_size))
 
 
-def _equal_sizes(plan: Plan, total: int, world_size: int) -> Any:
+def equal_sizes(plan: Plan, total: int, world_size: int) -> Batch:
+    """An equal split of a total that an automatic plan leaves open."""
     closed = plan.with_automatic(Automatic(total, plan.automatic.rebalance_every, plan.automatic.dead_band))
     return starting_batch(closed, world_size)
 
 
 class RunTotal:
-    """The total of one accelerator's global batches.
+    """The total of one run's global batches, as far as the plan or the script has settled it.
 
     Args:
-        accelerator: with its plan.
+        plan: of the run, as it starts.
         unmodified: whether the script asked for accelerate's own class, and knows nothing of a plan.
         kept: whether the script is meant for the plan's total all the same.
+        split_batches: whether the batch size of the script's loaders is that of all ranks together.
     """
 
-    def __init__(self, accelerator: LSHDPAccelerator, unmodified: bool, kept: bool) -> None:
-        self._reference = weakref.ref(accelerator)  # which holds this: it is to be freed when it is dropped
-        self._said_by_script = accelerator.plan.leaves_total_open
-        self._checks_script = (
-            unmodified and not kept and not self._said_by_script and accelerator.plan.batch is not None
-        )
+    def __init__(self, plan: Plan, *, unmodified: bool, kept: bool, split_batches: bool) -> None:
+        self._split_batches = split_batches
+        self._said_by_script = plan.leaves_total_open
+        self._checks_script = unmodified and not kept and not self._said_by_script and plan.batch is not None
         self._settled = not (self._checks_script or self._said_by_script)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reference": self._reference()}  # a pickle of an accelerator has no weak references
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
-
-    @property
-    def _accelerator(self) -> LSHDPAccelerator:
-        return self._reference()
 
     @property
     def follows_script(self) -> bool:
@@ -89,46 +69,35 @@ class RunTotal:
         return self._said_by_script or self._checks_script
 
     def leave_to_trainer(self) -> None:
-        """A Trainer drives the accelerator, which asks for the plan's total before it computes anything from it."""
+        """A Trainer drives the run, and asks for the plan's total before it computes anything from it."""
         if self._checks_script:
             self._checks_script, self._settled = False, True
 
-    def settle(self, total: int) -> None:
-        """Gives a plan without a total this one, and lets the run find the sizes from now on."""
-        accelerator = self._accelerator
-        if not accelerator.plan.leaves_total_open:
-            return
-        batch = _equal_sizes(accelerator.plan, total, accelerator.num_processes)
-        accelerator.plan = accelerator.plan.with_total(batch)
-        accelerator._sizing = AutomaticSizes(accelerator.plan, accelerator.device)
-        accelerator._sizing.join(accelerator._loader_context.training_passes)
+    def settle(self) -> None:
+        """The plan has a total by now."""
         self._settled = True
-        logger.info(f"global batches have {total} samples, the script's; the run finds how to divide them")
 
-    def settle_like(self, saved: Plan) -> None:
-        """Gives a plan without a total that of a checkpoint, if a prepared loader still makes it."""
-        accelerator = self._accelerator
-        if not accelerator.plan.leaves_total_open or saved.automatic is None or saved.batch is None:
-            return
-        totals = {
-            script_total(loader._source, accelerator.num_processes) for loader in accelerator._positioned_loaders()
-        }
-        if saved.total_batch_size in totals:
-            self.settle(saved.total_batch_size)
+    def before_backward(self, place: MicroBatchPlace | None, plan: Plan, world_size: int) -> int | None:
+        """Checks the first backward of a batch of a prepared loader against the plan (collective until then).
 
-    def before_backward(self, place: MicroBatchPlace | None) -> None:
-        """Settles what is open in the first backward of a batch of a prepared loader (collective until then).
+        Args:
+            place: of its batch; None: it is of no prepared loader.
+            plan: of the run.
+            world_size: number of ranks.
+
+        Returns:
+            The script's total, if the plan leaves it open.
 
         Raises:
             RuntimeError: on all ranks, if the plan's global batches are not those that the script assumes.
         """
         if self._settled:
-            return
+            return None
         own = None if place is None else place.cut.total
         told = all_objects(own)
         totals = {total for total in told if total is not None}
         if not totals:
-            return
+            return None
         if len(totals) > 1:
             raise RuntimeError(
                 f"found first backwards of global batches of {told} samples on the ranks, expected the same on all of"
@@ -136,16 +105,14 @@ class RunTotal:
             )
         (total,) = totals
         if self._said_by_script:
-            self.settle(total)
-            return
-        raise_together(self._mistake(total))
+            return total
+        raise_together(self._mistake(total, plan, world_size))
         self._settled = True
+        return None
 
-    def _mistake(self, total: int) -> str | None:
+    def _mistake(self, total: int, plan: Plan, world: int) -> str | None:
         """What the script's total and the plan's have against each other."""
-        accelerator = self._accelerator
-        plan, world = accelerator.plan, accelerator.num_processes
-        planned, split = plan.total_batch_size, accelerator.split_batches
+        planned, split = plan.total_batch_size, self._split_batches
         if total == planned and not plan.has_accumulation:
             return None
         assumed = f"{total} samples ({'split_batches' if split else f'batch size x {world} ranks'})"

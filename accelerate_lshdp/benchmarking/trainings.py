@@ -38,7 +38,7 @@ class Training:
         logging.getLogger("accelerate_lshdp.data.loader").setLevel(logging.ERROR)
         self.accelerator = LSHDPAccelerator(plan=plan)
         self.timeline = timeline
-        timeline.note_waits(self.accelerator._clock)
+        timeline.note_waits(self.accelerator.session.timer.clock)
         loader = DataLoader(samples, batch_size=8, drop_last=True)
         prepared = self.accelerator.prepare(model, make_optimizer(model.parameters()), loader)
         self.model, self.optimizer, self.loader = prepared

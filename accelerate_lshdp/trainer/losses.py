@@ -33,7 +33,7 @@ class TrainerLosses:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        findings = trainer.accelerator.loss_findings
+        findings = trainer.accelerator.session.losses.findings
         findings["trainer"] = {}  # of this training: a model that is trained later may have another loss
         self._trials = LossTrials(trainer, findings["trainer"])
         self._kind = Composition.SAMPLES

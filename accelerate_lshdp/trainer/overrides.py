@@ -44,7 +44,7 @@ class TrainerOverrides(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.run_total.leave_to_trainer()
+        self.accelerator.session.total.leave_to_trainer()
         check_arguments(self)
         warn_of_weighting(self)
         # Anew: a second training may have another model or loss.
@@ -70,7 +70,7 @@ class TrainerOverrides(_Base):
         check_train_loader(self, dataloader)
         _set_purpose(dataloader, TRAINING)
         if self.accelerator.plan.leaves_total_open:
-            self.accelerator.run_total.settle(dataloader.total_batch_size)
+            self.accelerator.session.settle_total(dataloader.total_batch_size)
         with own_accumulation(self):
             return super().set_initial_training_values(args, dataloader)
 
@@ -86,18 +86,18 @@ class TrainerOverrides(_Base):
             super()._run_epoch(*args, **kwargs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        self.accelerator.run_total.leave_to_trainer()
+        self.accelerator.session.total.leave_to_trainer()
         planned = self.accelerator.plan.total_batch_size
         return super().get_total_train_batch_size(args) if planned is None else planned * script_steps(self)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.run_total.leave_to_trainer()
+        self.accelerator.session.total.leave_to_trainer()
         _set_purpose(dataloader, EVALUATION)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Says what the loader is for: callbacks may use it too, and checkpoints keep positions of training alone."""
-        self.accelerator.run_total.leave_to_trainer()
+        self.accelerator.session.total.leave_to_trainer()
         method = super()._get_dataloader
         is_training = inspect.signature(method).bind(*args, **kwargs).arguments.get("is_training", False)
         loader = method(*args, **kwargs)

@@ -1,0 +1,61 @@
+"""Weights of prepared models for use elsewhere, by plain ``from_pretrained`` for example."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME
+from torch import nn
+
+from accelerate_lshdp.accelerator.run_checkpoints import layout_of
+from accelerate_lshdp.accelerator.session import Session
+from accelerate_lshdp.checkpoint.run_state import save_model_file, stream_full_state
+
+
+def full_state(session: Session, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full, unsharded state of a model on the CPU of one rank a node; empty on the others (collective)."""
+    wanted = session.topology.local_rank == 0
+    state = dict(stream_full_state(model, wanted))
+    return state if wanted else {}
+
+
+def fits_one_file(model: nn.Module, max_shard_size: int | str) -> bool:
+    """Whether the weights of a model can be written tensor by tensor into one file.
+
+    Args:
+        model: not wrapped.
+        max_shard_size: bytes, or like ``5GB``.
+
+    Raises:
+        ValueError: ``max_shard_size`` is something else.
+    """
+    # Parameters on the meta device are offloaded by accelerate's own hooks, which know where they are; or lost.
+    elsewhere = any(tensor.is_meta for tensor in model.parameters())
+    return not elsewhere and _bytes_of(model) <= _parse_size(max_shard_size)
+
+
+def write_weights(session: Session, model: nn.Module, folder: str | os.PathLike[str], writes: bool) -> None:
+    """Writes the weights of a model into one safetensors file, without a full copy in memory (collective).
+
+    Args:
+        session: of this rank.
+        model: not wrapped.
+        folder: of the file.
+        writes: whether this rank writes it.
+    """
+    save_model_file(os.path.join(folder, SAFE_WEIGHTS_NAME), model, layout_of(session), writes)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
+
+
+def _parse_size(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    unit = size[-2:].upper()
+    if unit not in units:
+        raise ValueError(f"max_shard_size={size!r} should be a number of bytes, or like '5GB'")
+    return int(float(size[:-2]) * units[unit])

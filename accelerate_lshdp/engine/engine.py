@@ -1,0 +1,230 @@
+"""`Engine`: the models that one process trains together, from where they are placed to the optimizer's step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_lshdp.engine.module_state import unmark
+from accelerate_lshdp.engine.placement import Placement
+from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
+from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
+from accelerate_lshdp.engine.stores.fsdp2.limits import (
+    check_sharded_optimizer,
+    refuse_sparse_gradients,
+    shards_of_state,
+)
+from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
+from accelerate_lshdp.engine.stores.shared.store import check_optimizer, hide_what_others_update
+from accelerate_lshdp.engine.wire.reduction import GradientReduction
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+class Engine:
+    """The models of one process, placed as one strategy says, and what optimizers need of them.
+
+    Args:
+        placement: puts a model where the strategy says.
+
+    Attributes:
+        models: those that are trained, in the order in which they were placed, the same on all ranks.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.models: list[PreparedModel] = []
+        self._replaced: dict[int, tuple[weakref.ref, nn.Parameter]] = {}  # by id of what the script had
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that another rank of the node uses
+
+    @property
+    def policies(self) -> ShardingPolicies:
+        return self.placement.policies
+
+    @property
+    def topology(self) -> Topology:
+        return self.placement.topology
+
+    @property
+    def clock(self) -> WaitClock:
+        """Seconds blocked in communication."""
+        return self.placement.clock
+
+    @property
+    def loss_multiplier(self) -> float:
+        """What a loss is multiplied with beside its share of the global batch."""
+        return self.models[0].loss_multiplier if self.models else 1.0
+
+    # Models
+
+    def require_placeable(self, model: nn.Module) -> None:
+        """Checks a model before it is placed.
+
+        Raises:
+            ValueError: the strategy cannot train it, or it shares parameters with one that is trained already.
+        """
+        if self.topology.world_size > 1 or self.policies.is_sharded:
+            refuse_sparse_gradients(model)
+        refuse_shared_parameters(
+            model,
+            self.models,
+            self._replaced,
+            frozen_too=self.policies.mechanism is not Mechanism.REPLICATED,
+        )
+
+    def place(self, model: nn.Module, before: dict[str, nn.Parameter]) -> PreparedModel:
+        """Places a model and trains it from now on (collective).
+
+        Args:
+            model: see `Placement.place`.
+            before: its parameters by name, as optimizers of the script may have them.
+        """
+        prepared = self.placement.place(model, beside=len(self.models))
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before.items():
+            if name in after and after[name] is not parameter:
+                # Weakly: an optimizer that still has to follow keeps it; nothing else should keep a full copy alive.
+                self._replaced[id(parameter)] = (weakref.ref(parameter), after[name])
+        self.models.append(prepared)
+        return prepared
+
+    def take_back(self, prepared: PreparedModel, evaluation_mode: bool) -> PreparedModel | None:
+        """Trains a model again that was placed before; None: it is to be placed anew.
+
+        One that another engine placed is this one's from now on, if that is possible. That engine may have trained it
+        in an earlier stage of the script, and may be gone.
+
+        Raises:
+            ValueError: it is not possible.
+        """
+        if prepared.clock is self.clock:
+            if prepared not in self.models:
+                self.models.append(prepared)
+            return prepared
+        if not prepared.steps_alone:
+            raise ValueError(
+                "found a model that another accelerator of this process prepared, which has divided its parameters "
+                "among ranks, or lets those of a node share them: only that one can train it. Use one accelerator for "
+                "all stages of the script, or prepare a new model with the weights of this one "
+                "(accelerator.get_state_dict)"
+            )
+        if evaluation_mode:
+            return prepared
+        unmark(prepared.module)
+        self.models = [other for other in self.models if other.module is not prepared.module]
+        return None
+
+    def clear(self) -> None:
+        """Forgets all models."""
+        self.models.clear()
+        self._replaced.clear()
+
+    @property
+    def reductions(self) -> dict[str, GradientReduction]:
+        """What sums gradients between ranks, by names for checkpoints."""
+        return {
+            f"reduction_{model}_{number}": reduction
+            for model, prepared in enumerate(self.models)
+            for number, reduction in enumerate(prepared.reductions)
+        }
+
+    def collective_begins(self) -> None:
+        """Says that this rank calls something in which all ranks take part."""
+        for prepared in self.models:
+            prepared.collective_begins()
+
+    def share_statistics(self) -> None:
+        """Shares those of all models' normalisations, whichever of them a rank's loss depends on (collective)."""
+        if self.topology.world_size > 1:
+            for prepared in self.models:
+                prepared.statistics.share()
+
+    def parameters_loaded(self) -> None:
+        """Says that all ranks have set all parameters to those of a checkpoint."""
+        for prepared in self.models:
+            prepared.parameters_loaded()
+
+    # Optimizers
+
+    def take_optimizer(self, optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str | None:
+        """Gives an optimizer the parameters as they have been placed, and checks that it can update them.
+
+        Args:
+            optimizer: it may have been checked, and have stepped, before.
+            new: parameters that it has not been checked with.
+
+        Returns:
+            What its user should know.
+
+        Raises:
+            ValueError: it cannot update them.
+        """
+        self._follow_parameters(optimizer)
+        check_sharded_optimizer(optimizer)
+        step_one_by_one(optimizer)
+        return check_optimizer(optimizer, new)
+
+    def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the optimizer the sharded parameters in place of those they were made from."""
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                replaced = self._replaced.get(id(parameter))
+                if replaced is None or replaced[0]() is not parameter:
+                    continue
+                state = optimizer.state.get(parameter)
+                if state and state.get("step") == 0:  # some have a state from the beginning
+                    optimizer.state[replaced[1]] = shards_of_state(optimizer.state.pop(parameter), replaced[1])
+                elif state:
+                    raise ValueError(
+                        "the optimizer has already stepped (it holds state for unsharded parameters); call prepare() "
+                        "before the first step, and load_state() after it to continue a run"
+                    )
+                group["params"][index] = replaced[1]
+
+    def of_one_rank(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """The parameters of an optimizer that have a gradient of this rank only, in the order of its groups."""
+        summed = {id(p) for prepared in self.models for p in prepared.trainable_parameters()}
+        own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        # Under a world-sharded strategy FSDP2 itself sums what was unfrozen later.
+        in_world = self.policies.strategy.is_world_sharded
+        return [p for p in own if id(p) not in summed and not (in_world and isinstance(p, DTensor))]
+
+    def before_step(self) -> None:
+        """Says that an optimizer is about to change parameters.
+
+        Raises:
+            RuntimeError: gradients are not those of the global batch.
+        """
+        for prepared in self.models:
+            prepared.before_step()
+
+    def hide_gradients_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hides from an optimizer the gradients that another rank of the node steps with, until `after_step`."""
+        self._hidden += hide_what_others_update(optimizer)
+
+    def forget_hidden(self) -> None:
+        """Forgets the gradients that were hidden for a step that failed."""
+        self._hidden = []
+
+    def after_step(self) -> None:
+        """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+        for prepared in self.models:
+            prepared.after_step()
+
+    def drop_unsummed(self, parameters: Collection[int]) -> None:
+        """Drops the gradients of parameters that are not in ``.grad`` yet; the script has dropped what is there.
+
+        Args:
+            parameters: ids of them.
+        """
+        for prepared in self.models:
+            if prepared.local.held:
+                prepared.drop_unsummed(parameters)
