@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Imports run one way: a package may import those of lower layers, and none beside it or above it."""
+"""Imports run one way: a package may import those of lower layers, and none beside it or above it; no circles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def imports() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno}: found a relative import, expected an absolute one"
-                found = [node.module or ""]
+                found = [_imported(node.module or "", alias.name) for alias in node.names]
             elif isinstance(node, ast.Import):
                 found = [alias.name for alias in node.names]
             else:
@@ -44,6 +44,12 @@ def imports() -> Iterator[tuple[str, str]]:
                 package, _, rest = module.partition(".")
                 if package == PACKAGE.name and rest:
                     yield name, rest
+
+
+def _imported(module: str, name: str) -> str:
+    """What ``from module import name`` imports: a module of that name, or else what a module holds."""
+    inside = PACKAGE.parent.joinpath(*module.split("."), name)
+    return f"{module}.{name}" if inside.with_suffix(".py").exists() or inside.is_dir() else module
 
 
 def test_every_package_has_a_layer() -> None:
@@ -58,3 +64,16 @@ def test_imports_run_down() -> None:
         if importing != "__init__" and above != below and _LAYER_OF[above] <= _LAYER_OF[below]:
             up.append(f"{importing} imports {imported}")
     assert up == []
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    below: dict[str, set[str]] = {}
+    for importing, imported in imports():
+        below.setdefault(importing, set()).add(imported)
+    # What nothing left imports is taken away, again and again: a circle stays.
+    left = {importing: imported & modules - {importing} for importing, imported in below.items()}
+    while lowest := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in lowest:
+            del left[name]
+    assert left == {}

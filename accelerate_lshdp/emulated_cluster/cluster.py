@@ -177,7 +177,7 @@ class EmulatedCluster:
         """
         if len(commands) != len(self.nodes):
             raise ValueError(f"found {len(commands)} commands, expected one for each of {len(self.nodes)} nodes")
-        return run_on_nodes(self, commands, {**os.environ, **(env or {})}, timeout)
+        return run_on_nodes(self.popen, self.kill_node, commands, {**os.environ, **(env or {})}, timeout)
 
     def set_network(self, network: NetworkDescription, node: int | None = None) -> None:
         """Changes rate and delay of all links, or of one node's, while programs run."""

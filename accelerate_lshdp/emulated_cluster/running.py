@@ -7,25 +7,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-
-if TYPE_CHECKING:
-    from accelerate_lshdp.emulated_cluster.cluster import EmulatedCluster
 
 #: Seconds between SIGTERM and SIGKILL.
 GRACE_SECONDS = 10.0
 
 
 def run_on_nodes(
-    cluster: EmulatedCluster,
+    start: Callable[..., subprocess.Popen],
+    kill_node: Callable[[int], None],
     commands: Sequence[Sequence[str | PathLike]],
     environment: Mapping[str, str],
     timeout: float | None,
 ) -> list[int]:
-    """See `EmulatedCluster.run`."""
+    """Runs one command on each node and prints what they print, each line with its node.
+
+    Args:
+        start: starts a command on a node, as ``EmulatedCluster.popen`` does.
+        kill_node: ends all that runs on a node.
+        commands: one a node.
+        environment: of the commands.
+        timeout: seconds; None: as long as they take.
+
+    Returns:
+        Their exit codes.
+
+    Raises:
+        TimeoutError: some had not ended in time.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     one_line = threading.Lock()
     processes: list[subprocess.Popen] = []
@@ -33,7 +45,7 @@ def run_on_nodes(
     try:
         for node, command in enumerate(commands):
             # A session of its own: Ctrl-C is for this process, which then ends them in order.
-            process = cluster.popen(
+            process = start(
                 node,
                 command,
                 env=environment,
@@ -51,13 +63,13 @@ def run_on_nodes(
                 raise TimeoutError(f"nodes {late} had not ended after {timeout:g} s")
             time.sleep(0.02)
     finally:
-        _end(cluster, processes)
+        _end(kill_node, processes)
         for reader in readers:
             reader.join()
     return [process.returncode for process in processes]
 
 
-def _end(cluster: EmulatedCluster, processes: Sequence[subprocess.Popen]) -> None:
+def _end(kill_node: Callable[[int], None], processes: Sequence[subprocess.Popen]) -> None:
     """Ends the nodes' programs, and then what they left running."""
     for process in processes:
         if process.poll() is None:
@@ -66,7 +78,7 @@ def _end(cluster: EmulatedCluster, processes: Sequence[subprocess.Popen]) -> Non
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
     for node, process in enumerate(processes):
-        cluster.kill_node(node)
+        kill_node(node)
         process.wait()
 
 
