@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training_cases import collate, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.accelerator import stepping
+from accelerate_lshdp.accelerator import accumulation
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 
@@ -205,12 +205,12 @@ def accumulate_unknown(several: bool) -> list[str]:
     if several:
         script.accelerator.prepare(nn.Linear(1, 1, dtype=torch.float64))
     warned = []
-    stepping.logger.warning_once = warned.append
+    accumulation.logger.warning_once = warned.append
     try:
         with script.accelerator.accumulate(nn.Linear(1, 1)):
             assert script.accelerator._accumulation.models == script.accelerator.session.engine.models
     finally:
-        del stepping.logger.warning_once
+        del accumulation.logger.warning_once
     return warned
 
 

@@ -16,7 +16,7 @@ from test_checkpoint_files import leave, names, put
 from torch import nn
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.accelerator import checkpointing
+from accelerate_lshdp.accelerator import run_checkpoints
 from accelerate_lshdp.checkpoint.folder import MANIFEST
 from accelerate_lshdp.checkpoint.numbers import drop_oldest, next_number
 
@@ -59,13 +59,13 @@ def run_where_nothing_can_be_removed(folder: str) -> tuple[tuple[list[str], int,
         raise PermissionError(errno.EACCES, "Permission denied")
 
     handler = BufferingHandler(100)
-    logger, drop = logging.getLogger(checkpointing.__name__), checkpointing.drop_oldest
+    logger, drop = logging.getLogger(run_checkpoints.__name__), run_checkpoints.drop_oldest
     logger.addHandler(handler)
-    checkpointing.drop_oldest = denied
+    run_checkpoints.drop_oldest = denied
     try:
         return run(folder, 2, limit=1), [record.getMessage() for record in handler.buffer]
     finally:
-        checkpointing.drop_oldest = drop
+        run_checkpoints.drop_oldest = drop
         logger.removeHandler(handler)
 
 

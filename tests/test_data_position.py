@@ -33,7 +33,7 @@ def stop_after(loaders: list[HeterogeneousDataLoader], global_batches: int) -> t
     """Read that many global batches on all ranks, and the state that a checkpoint would hold."""
     passes, states = [], []
     for loader in loaders:
-        steps = loader._cut().steps[loader._context.rank]
+        steps = loader._sizes.cut().steps[loader._context.rank]
         pairs = []
         batches = iter(loader)
         for _ in range(global_batches * steps):
@@ -339,7 +339,7 @@ def test_a_stream_resumes_under_another_plan_and_world_size(workers: int):
     old, new = prepare(make, [(2, 2), 2]), prepare(make, [3, 1, 1])
     seen, state = [], {}
     for loader in old:
-        seen.extend(real(read(loader, 3 * loader._cut().steps[loader._context.rank])))
+        seen.extend(real(read(loader, 3 * loader._sizes.cut().steps[loader._context.rank])))
         state = loader.state_dict()
     restore(new, state)
     passes = [read(loader) for loader in new]

@@ -14,10 +14,11 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 
 from accelerate_lshdp.data.context import LoaderContext
 from accelerate_lshdp.data.cut import GlobalBatchCut
+from accelerate_lshdp.data.loader_sizes import LoaderSizes
+from accelerate_lshdp.data.pass_start import PassStart
 from accelerate_lshdp.data.place import MicroBatchPlace, PlacedBatch, StreamReading
 from accelerate_lshdp.data.place_writer import PlaceWriter
 from accelerate_lshdp.data.position import LoaderPosition, LoaderProgress, StartPoint, check_state
-from accelerate_lshdp.data.script_total import cut_like_script
 from accelerate_lshdp.data.size_switch import CutSchedule
 from accelerate_lshdp.data.timing import FetchClock
 from accelerate_lshdp.data.tokens import with_window_tokens
@@ -64,14 +65,14 @@ class HeterogeneousDataLoader(DataLoaderShard):
         self.synchronized_generator = None
         self.skip_batches = 0
         self.gradient_state = GradientState()
-        self._drop_last = source.drop_last
         self._non_blocking = non_blocking
         self._source = source
         self._context = context
         self._generator = generator
         self._seed = seed
         self._progress = LoaderProgress()
-        self._skip_to: StartPoint | int | None = None
+        self._start = PassStart(source, context, self._progress)
+        self._sizes = LoaderSizes(source, context)
         self._passes: list[str] = []
         self.fetch_clock = FetchClock()
         self.purpose: str | None = None
@@ -115,7 +116,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
                     f"set_epoch({epoch}) gives up the restored position (epoch {progress.epoch}, sample"
                     f" {progress.position.samples}). Start the loop at epoch {progress.epoch} to go on from there."
                 )
-            self._leave_restored_epoch()
+            self._start.leave_restored_epoch()
             progress.start_epoch(epoch)
         progress.pinned = True
         self._source.set_epoch(epoch)
@@ -155,79 +156,32 @@ class HeterogeneousDataLoader(DataLoaderShard):
         finally:
             self._source.set_generator_state(before)
 
-    def _leave_restored_epoch(self) -> None:
-        """Nobody draws the order of a restored epoch that is over: let the user's generator be as if one had."""
-        if self._progress.position.next_generator_state is not None:
-            self._source.set_generator_state(self._progress.position.next_generator_state)
-
     def _go_on_unasked(self) -> None:
         """As torchdata's loaders: the next pass is the rest of the epoch, or the next epoch if nothing is left."""
         try:
-            is_over = self._global_batch_count(len(self._source) - self.position.samples, self._cut()) <= 0
+            is_over = self._sizes.count(len(self._source) - self.position.samples, self._sizes.cut()) <= 0
         except TypeError:  # a stream without a length: an empty pass tells
             is_over = False
         if is_over:
-            self._leave_restored_epoch()
+            self._start.leave_restored_epoch()
             self._progress.start_epoch(self.position.epoch + 1)
         else:
             self.resume()
 
     def resume(self) -> None:
         """Let the next training pass start at the restored position. Raises ValueError if there is none."""
-        self._require_position()
+        self._start.require_position()
         self._progress.armed = True
-
-    def _require_position(self) -> None:
-        if not self._progress.restored and not self._progress.position.advanced:
-            raise ValueError(
-                "found no restored position, expected one to go on from. Call load_state (or load_state_dict) before"
-                " the next training pass starts, train a part of an epoch, or say how many batches to skip."
-            )
 
     def skipping(self, num_batches: int | None) -> HeterogeneousDataLoader:
         """A loader over the same data whose passes skip that many of this rank's batches; see `skip_first_batches`."""
         view = object.__new__(HeterogeneousDataLoader)
         view.__dict__.update(self.__dict__)
         view._passes = []
-        if num_batches is None:
-            self._require_position()
-            view._skip_to = self._progress.start_point
-        elif isinstance(self._skip_to, StartPoint):
-            raise ValueError("found a loader that skips to a restored position, expected one that does not skip yet.")
-        else:
-            view._skip_to = num_batches + (self._skip_to or 0)
+        view._start = self._start.skipping(num_batches)
         return view
 
     # Sizes
-
-    def _cut(self) -> GlobalBatchCut:
-        context = self._context
-        planned = None if context.rank_batches is None else GlobalBatchCut.from_plan(context.rank_batches)
-        if context.follows_script:
-            return cut_like_script(self._source, context.world_size, planned)
-        if planned is not None:
-            return planned
-        batch_size = self._source.batch_size
-        if not isinstance(batch_size, int):
-            raise ValueError(
-                "found a batch sampler without an integer batch_size, expected one for a training pass: the plan has"
-                " no batch sizes. Give the batch sampler a batch_size, or the plan batch sizes."
-            )
-        if not self._split_batches:
-            return GlobalBatchCut.equal(batch_size, context.world_size)
-        if batch_size % context.world_size:
-            raise ValueError(
-                f"found split_batches=True with a batch_size of {batch_size} on {context.world_size} ranks, expected a"
-                " multiple of the ranks. Change batch_size, or give the plan batch sizes."
-            )
-        return GlobalBatchCut.equal(batch_size // context.world_size, context.world_size)
-
-    @property
-    def _split_batches(self) -> bool:
-        return self._source.split_batches
-
-    def _global_batch_count(self, samples: int, cut: GlobalBatchCut) -> int:
-        return samples // cut.total if self._drop_last else -(-samples // cut.total)
 
     @property
     def can_switch(self) -> bool:
@@ -291,22 +245,21 @@ class HeterogeneousDataLoader(DataLoaderShard):
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
         if self._measures_evaluation():
-            skip = self._skip_to
-            return max(0, self._source.evaluation_length() - (skip if isinstance(skip, int) else 0))
-        skip = self._training_skip()
-        cut = self._cut()
+            return max(0, self._source.evaluation_length() - self._start.skipped_in_evaluation)
+        skip = self._start.training_skip()
+        cut = self._sizes.cut()
         steps = cut.steps[self._context.rank]
         samples = len(self._source)
         if isinstance(skip, StartPoint):
-            return max(0, self._global_batch_count(samples - skip.samples, cut)) * steps
-        return max(0, self._global_batch_count(samples, cut) * steps - (skip or 0))
+            return max(0, self._sizes.count(samples - skip.samples, cut)) * steps
+        return max(0, self._sizes.count(samples, cut) * steps - (skip or 0))
 
     @property
     def total_batch_size(self) -> int:
         """Samples of a batch over all ranks: of a global batch in training, of one iteration in evaluation."""
         if not self._in_evaluation():
-            return self._cut().total
-        return self._source.batch_size * (1 if self._split_batches else self._context.world_size)
+            return self._sizes.cut().total
+        return self._sizes.of_evaluation()
 
     @property
     def total_dataset_length(self) -> int:
@@ -362,7 +315,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """Samples of the last batch that are not repeated ones, for gather_for_metrics; 0: all; -1: unknown."""
         if not self.is_evaluating:
             return 0  # Nothing is repeated to fill a global batch; what a rank repeats is told by its place.
-        if self._drop_last:
+        if self._source.drop_last:
             return -1
         try:
             return len(self._source) % self.total_batch_size
@@ -374,7 +327,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         with self._reading(EVALUATION, self._progress.evaluation_passes):
             batches = self._source.evaluation_batches()
             missing = object()
-            for _ in range(self._skip_to if isinstance(self._skip_to, int) else 0):
+            for _ in range(self._start.skipped_in_evaluation):
                 next(batches, missing)
             # One batch ahead, to know the last one: gather_for_metrics cuts its repeated samples off.
             current = next(batches, missing)
@@ -388,9 +341,10 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def _training_pass(self) -> Iterator[Any]:
         context, progress = self._context, self._progress
-        cut = self._cut()
-        self._say_sizes(cut)
-        epoch, start = self._start(cut)
+        cut = self._sizes.cut()
+        if progress.current_pass is None:
+            self._sizes.say(cut)
+        epoch, start = self._start.of_pass(cut)
         cuts = CutSchedule(cut, start.global_batches)
         running = progress.start_pass(epoch, start, self._source.generator_state())
         reports_training = context.reports_training()
@@ -445,66 +399,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """Take a batch of a training pass into the position: the accelerator has trained it."""
         self._progress.count(place, reading)
 
-    def _start(self, cut: GlobalBatchCut) -> tuple[int, StartPoint]:
-        """The epoch that a training pass reads, and where it starts there."""
-        progress, skip = self._progress, self._skip_to
-        if skip is None and not progress.armed:
-            if progress.next_epoch != progress.epoch:
-                self._leave_restored_epoch()
-            return progress.next_epoch, StartPoint()
-        start = self._start_point(cut)
-        goes_on = skip is None or isinstance(skip, StartPoint) or progress.counts_to_position(skip)
-        if not goes_on and progress.is_over(start.global_batches):
-            self._leave_restored_epoch()
-            return progress.epoch + 1, start
-        if progress.position.generator_state is not None:
-            self._source.set_generator_state(progress.position.generator_state)
-        return progress.epoch, start
-
-    def _start_point(self, cut: GlobalBatchCut) -> StartPoint:
-        skip = self._skip_to
-        if skip is None:
-            return self._progress.start_point
-        if isinstance(skip, StartPoint):
-            return skip
-        steps = cut.steps[self._context.rank]
-        start = self._training_skip()
-        whole, rest = (start.global_batches, 0) if isinstance(start, StartPoint) else divmod(skip, steps)
-        # Asked of all ranks first, so that none waits for one that stops here.
-        self._context.check_agreement(
-            str(whole) if not rest else "inside a global batch", "the global batches that skip_first_batches skips"
-        )
-        if rest:
-            raise ValueError(
-                f"found num_batches={skip}, which is inside a global batch ({steps} batches on this rank), expected a"
-                f" multiple of {steps}: {whole * steps} or {(whole + 1) * steps}."
-            )
-        if isinstance(start, StartPoint):
-            return start
-        return StartPoint(samples=whole * cut.total, global_batches=whole)
-
-    def _training_skip(self) -> StartPoint | int | None:
-        """What a training pass skips: the restored position, if the number is that of the run that saved it."""
-        known = isinstance(self._skip_to, int) and self._progress.counts_to_position(self._skip_to)
-        return self._progress.start_point if known else self._skip_to
-
     def _to_device(self, batch: Any) -> Any:
         if self.device is None:
             return batch
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
-
-    def _say_sizes(self, cut: GlobalBatchCut) -> None:
-        context, source = self._context, self._source
-        if context.rank_batches is None or self._progress.current_pass is not None:
-            return
-        if source.own_batch_sampler is not None:
-            logger.warning_once(
-                f"The plan's batch sizes (global batch {cut}) replace the batches of {source.own_batch_sampler} in"
-                " training passes: its order of the samples is kept, how many it puts together (such as equal numbers"
-                " of tokens) is not."
-            )
-        elif cut.sizes != (source.batch_size,) * context.world_size:
-            logger.warning_once(
-                f"The plan's batch sizes (global batch {cut}) replace the loader's batch_size={source.batch_size} in"
-                " training passes; evaluation passes keep it."
-            )
