@@ -185,7 +185,7 @@ def losses_that_no_step_follows() -> int:
     with accelerator.no_sync(model):
         for batch in loader:
             accelerator.backward(sums_of_rows(model, batch))
-    return len(accelerator.session.losses.finder._unheard)
+    return len(accelerator.session.losses.finder._reports._unheard)
 
 
 def test_what_is_told_of_losses_is_not_kept_where_no_step_follows(workers):

@@ -11,27 +11,23 @@ batches of a script's own accumulation count the same.
 
 from __future__ import annotations
 
-import math
-import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from accelerate_lshdp.accelerator.losses.forwards import Forward, ForwardWatch, factor_of, operation_of
+from accelerate_lshdp.accelerator.losses.forwards import Forward, ForwardWatch, operation_of
 from accelerate_lshdp.accelerator.losses.notices import (
-    refuse_different_kinds,
-    refuse_unequal_looks,
     refuse_uneven_labels,
     require_known_labels_of_step,
     tell_kind,
     tell_undecided,
 )
-from accelerate_lshdp.accelerator.losses.observations import SeenLoss, fitting_kinds, is_own, kind_of, number_of
+from accelerate_lshdp.accelerator.losses.observations import SeenLoss, fitting_kinds, is_own, kind_of
 from accelerate_lshdp.accelerator.losses.parts import Composition
+from accelerate_lshdp.accelerator.losses.reports import MOST_LOSSES, LossReports
 from accelerate_lshdp.accelerator.losses.undecided import OpenLoss
-from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_entropies
 from accelerate_lshdp.data.labels import LabelCounts
 from accelerate_lshdp.data.tokens import LabelCounter
 from accelerate_lshdp.data.weighting import LossWeighting, loss_share
@@ -44,15 +40,11 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Losses of one batch that are told apart. More are of a script that trains on one batch again and again.
-_MOST_LOSSES = 3
 ANOTHER_LOSS = (
     "found a loss in a later micro-batch of a step that is another one than that of its first micro-batch, which the "
     "others may not have, so they cannot be asked what it is. Let all micro-batches of a step have the same losses, "
     f"or say what they are means over with {option_advice('loss_weighting', 'sample')}, 'tokens' or 'none'"
 )
-#: What ranks have told each other and nobody has waited for.
-_MOST_UNHEARD = 64
 
 
 class _Answer(NamedTuple):
@@ -89,6 +81,7 @@ class LossFinder:
         self._counter = counter
         self._findings = findings
         self._forwards = ForwardWatch()
+        self._reports = LossReports(exchange, counter, self._forwards)
         self._place: MicroBatchPlace | None = None
         self._order = 0  # of the loss among those of its batch
         self._names: dict[str, str] = {}  # by what is seen of a loss
@@ -97,12 +90,10 @@ class LossFinder:
         self._answers: dict[str, _Answer] = {}
         self._answers_by_order: dict[int, _Answer] = {}
         self._told_early: tuple[MicroBatchPlace, Telling] | None = None
-        self._unheard: list[Telling] = []  # what others told while this rank knew enough
         self.problem: str | None = None
         """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
         """Whether the last loss counted by its labels."""
-        self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
         exchange.expect_losses()
 
     @property
@@ -129,8 +120,8 @@ class LossFinder:
         early = self._told_early is not None and self._told_early[0] is place
         if not self.idle and place is not self._place and not early and self._starts(place):
             # Of a forward of this micro-batch, or of none: those of the batches before were used.
-            seen = self._see(place, 0, self._forwards.of(None, place), None)
-            self._told_early = place, self._tell(seen)
+            seen = self._reports.see(place, 0, self._forwards.of(None, place), None, self._looks)
+            self._told_early = place, self._reports.tell(seen)
 
     def share(self, place: MicroBatchPlace, loss: torch.Tensor) -> float:
         """The share of a loss in its step (collective where it is not known yet what the loss is).
@@ -140,7 +131,7 @@ class LossFinder:
         """
         if self.idle:
             return _share_of_samples(place)
-        self._order = min(self._order + 1, _MOST_LOSSES) if place is self._place else 0
+        self._order = min(self._order + 1, MOST_LOSSES) if place is self._place else 0
         self._place = place
         forward = self._forwards.of(loss, place)
         name = self._name_of(place, forward, loss)
@@ -150,7 +141,7 @@ class LossFinder:
         kind, totals = answer.kind, answer.totals
         self.by_labels = kind.by_labels and totals is not None
         if self.by_labels:
-            own, total = (_count(kind, counts) for counts in (self._own(place), totals))
+            own, total = (_count(kind, counts) for counts in (self._reports.own_labels(place), totals))
             part = own / total if own else 0.0
             return part if self._counter.of_steps else part / place.accumulation_steps
         if place.samples == 0:
@@ -169,8 +160,7 @@ class LossFinder:
         Raises:
             RuntimeError: on all ranks, if one of them has a loss that others have not.
         """
-        while self._unheard:
-            _require_same_looks(_read(self._unheard.pop(0)))
+        self._reports.require_same_looks()
 
     def _name_of(self, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> str:
         labels = forward.labels if forward is not None else None
@@ -196,16 +186,13 @@ class LossFinder:
     def _starts(self, place: MicroBatchPlace) -> bool:
         return place.window_start if self._counter.of_steps else place.micro_batch == 0
 
-    def _together(self, place: MicroBatchPlace) -> tuple[int, int]:
-        return place.epoch, place.window if self._counter.of_steps else place.global_batch
-
     def _answer(self, name: str, place: MicroBatchPlace, forward: Forward | None, loss: torch.Tensor) -> _Answer:
         """Looks at the first loss of those micro-batches that are counted together, whichever that is.
 
         The script may have left out the loss of the first one, on all ranks (a loss that is NaN).
         """
         known = self._answers.get(name)
-        if known is not None and known.together == self._together(place):
+        if known is not None and known.together == self._reports.counted_together(place):
             again = self._starts(place) and known.place is not place
             # Where all losses of the first one were NaN, a later one may tell, if all ranks have as many.
             unclear = not known.told and known.place is not place and name not in self._findings
@@ -213,7 +200,7 @@ class LossFinder:
                 return known
         if not self._starts(place):
             first = self._answers_by_order.get(self._order)
-            follows = first is not None and first.together == self._together(place)
+            follows = first is not None and first.together == self._reports.counted_together(place)
             if follows and self._exchange.counts is None and self._exchange.world_size > 1 and first.told:
                 # Others may have the loss of the first one here, too, and not look: where none of this rank's samples
                 # counts, say, its loss is made by another operation.
@@ -239,9 +226,7 @@ class LossFinder:
         found = self._findings.get(name)
         if found is not None:
             return Composition[found["composition"]] is kind
-        given = self._given
-        seen = self._see(place, self._order, forward, loss, asks=True, values=True)
-        self._given = given
+        seen = self._reports.try_to_see(place, self._order, forward, loss, self._looks)
         fitting = fitting_kinds([seen], {1.0, 1.0 / place.accumulation_steps}) if seen.compared else set()
         if fitting:
             return kind in fitting
@@ -266,15 +251,16 @@ class LossFinder:
         early, self._told_early = self._told_early, None
         if early is not None and early[0] is place and self._order == 0:
             telling = early[1]
-            self._require_same_labels(place, forward)
+            self._reports.require_same_labels(place, forward)
         else:
-            telling = self._tell(self._see(place, self._order, forward, loss, asks=asks, known=known, values=values))
+            seen = self._reports.see(
+                place, self._order, forward, loss, self._looks, asks=asks, known=known, values=values
+            )
+            telling = self._reports.tell(seen)
         if not asks:
-            self._hear_later(telling)
-            return _Answer(place, self._together(place), known, None, True)
-        self.require_same_looks()  # in the order in which others told
-        everyone = _read(telling)
-        _require_same_looks(everyone)
+            self._reports.hear_later(telling)
+            return _Answer(place, self._reports.counted_together(place), known, None, True)
+        everyone = self._reports.hear(telling)
         totals = None
         if all(seen.counted for seen in everyone):
             columns = zip(*((s.samples, s.labels, s.shifted, s.ignored) for s in everyone), strict=True)
@@ -293,7 +279,7 @@ class LossFinder:
         require_known_labels_of_step(kind, totals, everyone)
         if kind is Composition.UNKNOWN and (tells or found is not None) and not is_own(everyone):
             refuse_uneven_labels(everyone)
-        return _Answer(place, self._together(place), kind, totals, told)
+        return _Answer(place, self._reports.counted_together(place), kind, totals, told)
 
     def _find(self, name: str, opened: OpenLoss, everyone: list[SeenLoss], place: MicroBatchPlace) -> Composition:
         kind, clear = opened.look(everyone, place)
@@ -314,116 +300,6 @@ class LossFinder:
         self._counter.wanted = bool(self._open) or any(found["counts"] for found in self._findings.values())
         tell_kind(name, opened, everyone)
 
-    # What is seen
-
-    def _own(self, place: MicroBatchPlace) -> LabelCounts:
-        """This micro-batch's labels: of the batch, or what the model was given in their place."""
-        if self._given is not None and self._given[0] is place:
-            return self._given[1]
-        return place.labels.own
-
-    def _require_same_labels(self, place: MicroBatchPlace, forward: Forward | None) -> None:
-        """Refuses labels that others were told other counts of, before the forward was made."""
-        if forward is None or forward.labels is None or place.labels is None or self._given is not None:
-            return
-        if LabelCounts.of(forward.labels, place.samples) != place.labels.own:
-            raise RuntimeError(
-                "found a forward with other labels than batch['labels'] after a collective in its micro-batch: the "
-                "plan gives ranks different numbers of micro-batches, so the others have counted those of the batch. "
-                "Put the labels that the model is given into the batches (in the collator)"
-            )
-
-    def _see(
-        self,
-        place: MicroBatchPlace,
-        order: int,
-        forward: Forward | None,
-        loss: torch.Tensor | None,
-        *,
-        asks: bool = False,
-        known: Composition | None = None,
-        values: bool = False,
-    ) -> SeenLoss:
-        of_batch = place.labels
-        labels = of_batch.values if of_batch is not None else None
-        together = of_batch.together if of_batch is not None else ()
-        self._given = None
-        if forward is not None and forward.labels is not None and (asks or loss is None):
-            labels = forward.labels
-            own = LabelCounts.of(labels, place.samples)
-            alone = place.window_start and place.window_end if self._counter.of_steps else place.micro_batches == 1
-            if (of_batch is None or own != of_batch.own) and (alone or not self._counter.of_steps):
-                # Those of the micro-batches that follow are not known yet.
-                together = (own,) if alone else ()
-                self._given = place, own
-        total = sum(together, LabelCounts())
-        number = own_loss = multiple = items = auxiliary = math.nan
-        computed = CrossEntropies()
-        if values and loss is not None and loss.numel() == 1:  # else no device has to be waited for
-            number = loss.double().item()
-            if forward is not None:
-                multiple, items, auxiliary = forward.multiple(loss), forward.items, forward.auxiliary
-                own_loss = math.nan if math.isnan(multiple) else forward.loss.double().item() - auxiliary
-            if forward is not None and forward.logits is not None and labels is not None and math.isfinite(number):
-                computed = _compared(forward.logits, labels)
-        together_number, first = self._together(place), 1 + _MOST_LOSSES
-        return SeenLoss(
-            position=float(((together_number[0] * 1_000_003 + together_number[1]) * first + order) % 2**48),
-            looks=float(zlib.crc32(self._looks.encode())) if loss is not None else math.nan,
-            asks=asks,
-            known=number_of(known),
-            loss=number,
-            own=own_loss,
-            multiple=multiple,
-            factor=1.0 if loss is None or not values else factor_of(loss),
-            items=items,
-            kind_of_class=number_of(forward.kind if forward is not None else self._forwards.only_kind),
-            has_auxiliary=math.isfinite(auxiliary) and auxiliary != 0,
-            low_precision=loss is not None and loss.dtype in (torch.bfloat16, torch.float16),
-            dimensions=0 if labels is None else labels.ndim,
-            looked=forward is not None and (forward.logits is not None or forward.loss is not None),
-            compiled=self._forwards.is_blind,
-            counted=bool(together),
-            even=len({_labels_a_sample(counts) for counts in together if counts.samples}) <= 1,
-            samples=total.samples if together else place.samples,
-            labels=total.labels,
-            shifted=total.shifted,
-            ignored=total.ignored,
-            values=computed,
-        )
-
-    def _tell(self, seen: SeenLoss) -> Telling:
-        return self._exchange.tell(seen.as_row())
-
-    def _hear_later(self, telling: Telling) -> None:
-        """Keeps what others tell until the step ends; the oldest is heard now where no step ever does (no_sync)."""
-        self._unheard.append(telling)
-        if len(self._unheard) > _MOST_UNHEARD:
-            _require_same_looks(_read(self._unheard.pop(0)))
-
-
-def _read(telling: Telling) -> list[SeenLoss]:
-    return [SeenLoss.from_row(row) for row in telling.wait()]
-
-
-def _require_same_looks(everyone: list[SeenLoss]) -> None:
-    """Raises RuntimeError, the same on all ranks, if one asks others that are elsewhere, or know something else."""
-    if not any(seen.asks for seen in everyone):
-        return
-    if len({seen.position for seen in everyone}) > 1:
-        refuse_unequal_looks(everyone)
-    if len({seen.known for seen in everyone if seen.known >= 0}) > 1:
-        refuse_different_kinds(everyone)
-
-
-def _compared(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropies:
-    """`cross_entropies`, or nothing where they cannot be computed: other ranks wait for what this one sees."""
-    try:
-        return cross_entropies(logits, labels)
-    except Exception as error:
-        logger.warning_once(f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}")
-        return CrossEntropies()
-
 
 def _share_of_samples(place: MicroBatchPlace) -> float:
     return place.samples / (place.total_samples * place.accumulation_steps)
@@ -431,7 +307,3 @@ def _share_of_samples(place: MicroBatchPlace) -> float:
 
 def _count(kind: Composition, counts: LabelCounts) -> int:
     return counts.shifted if kind is Composition.SHIFTED_LABELS else counts.labels
-
-
-def _labels_a_sample(counts: LabelCounts) -> float:
-    return counts.labels / counts.samples
