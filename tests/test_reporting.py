@@ -19,7 +19,7 @@ from benchmark_results import FEW, MANY, NETWORKS, SPEEDS, make_case, make_faile
 
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.benchmarking.measurement import Measurement
-from accelerate_lshdp.comparing.report import gallery, print_results, read_results, write_report
+from accelerate_lshdp.comparing.report import gallery, print_results, read_results, write_report, writing
 from accelerate_lshdp.comparing.report.comparison import (
     Group,
     describe_fastest,
@@ -419,6 +419,15 @@ def test_without_matplotlib_tables_are_written_and_the_page_says_what_to_install
     assert [path.name for path in written] == ["results.md", "report.html"]
     for path in written:
         assert "matplotlib is not installed; pip install" in path.read_text()
+
+
+def test_without_jinja2_there_is_no_page_and_the_tables_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "find_spec", lambda name: None)
+    written = write_report(make_results(), tmp_path)
+    assert "report.html" not in [path.name for path in written] and not (tmp_path / "report.html").exists()
+    assert "jinja2 is not installed; pip install" in (tmp_path / "results.md").read_text()
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:

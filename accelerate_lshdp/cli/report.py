@@ -13,7 +13,7 @@ It reads DIR/results.json and writes beside it:
   results.md     tables: steps, limits, ranks and nodes; configuration and command
   *.png          throughput, scaling efficiency, memory, bytes, one step rank by rank, loss against time
   report.html    all of it in one file
-Pictures need matplotlib: pip install 'accelerate-lshdp[pictures]'."""
+Pictures need matplotlib, the page jinja2: pip install 'accelerate-lshdp[pictures]'."""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
 
     Returns:
         The files: the tables, the pictures and the page. Without matplotlib there are no pictures, which the page says
-        (and `missing_library`).
+        (and `missing_library`); without jinja2 there is no page, which the tables say.
 
     Raises:
         ResultsError: as `read_results`.
@@ -38,7 +39,12 @@ def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(results, folder)
-    write_whole(folder / MARKDOWN_FILE, render_markdown(results, pictures))
-    write_whole(folder / PAGE_FILE, render_page(results, pictures))
+    tables = render_markdown(results, pictures)
     drawn = [picture.path for picture in pictures if picture.path is not None]
+    if find_spec("jinja2") is None:
+        tables += "\nNo HTML page: jinja2 is not installed; pip install 'accelerate-lshdp[pictures]'\n"
+        write_whole(folder / MARKDOWN_FILE, tables)
+        return [folder / MARKDOWN_FILE, *drawn]
+    write_whole(folder / MARKDOWN_FILE, tables)
+    write_whole(folder / PAGE_FILE, render_page(results, pictures))
     return [folder / MARKDOWN_FILE, *drawn, folder / PAGE_FILE]
