@@ -18,13 +18,19 @@ import yaml
 from docs_pages import LANGUAGES, PAGES, REASONS, ROOT, Block, commands_in, name_of, read_blocks, run_page
 from launching import base_environment
 
-from accelerate_lshdp import Plan, run
+from accelerate_lshdp import Plan
 from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.cli.main import make_parser
 from accelerate_lshdp.estimation.cluster_file import load_cluster
+from accelerate_lshdp.shim import script
 
 
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+# Their blocks are not run: for those who change the package or measure it.
+FOR_CONTRIBUTORS = tuple(
+    ROOT / name
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/HISTORY.md", "benchmarks/README.md", "tests/README.md")
+)
 # Its Python blocks make every Trainer of a process ours.
 OWN_PROCESS = "docs/trainer.md"
 # Its Python files are launched, all of them.
@@ -136,13 +142,13 @@ def check_command(words: list[str]) -> None:
         arguments = launch_command_parser().parse_args(words[2:])
         if arguments.training_script == "accelerate_lshdp.run":
             assert arguments.module
-            run._parse(arguments.training_script_args)
+            script._parse(arguments.training_script_args)
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert words[1] in targets, words
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in (*PAGES, *FOR_CONTRIBUTORS)])
 def test_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(((?!http)[^)]+)\)", text):
@@ -154,6 +160,22 @@ def test_links_lead_somewhere(page: Path):
             assert heading in [anchor(title) for title in headings], f"{page.name}: {target}"
     for name in re.findall(r"`(test_\w+\*?\.py)`", text):
         assert list((ROOT / "tests").glob(name)), name
+
+
+def test_the_readme_needs_no_link_into_the_repository():
+    """A package index shows it alone: it names files, and a reader there misses a picture only."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"(?<!!)\[[^\]]*\]\((?!https://)[^)]*\)", text) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/README.md"])
+def test_named_files_exist(page: str):
+    """In code style, from the root of the repository, of the package or of the tests; NAME stands for any."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    places = (ROOT, ROOT / "accelerate_lshdp", ROOT / "tests")
+    for name in re.findall(r"`([\w./*-]+(?:/|\.(?:json|md|png|py|toml|txt|yaml)))`", text):
+        made = "/" not in name and any(name in block.text for block in BLOCKS)  # such as lshdp_plan.json
+        assert made or any(any(place.glob(name.replace("NAME", "*"))) for place in places), f"{page}: {name}"
 
 
 def anchor(title: str) -> str:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The YAML file of a benchmark, strictly read: what it may say stands in benchmarks/README.md."""
+"""The YAML file of a benchmark, strictly read: what it may say stands in docs/commands.md."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from pathlib import Path
 RESULTS_FILE = "results.json"
 _BROKEN_LIMIT = 1
 _EPILOG = """\
-The YAML file names clusters, networks, models and strategies; benchmarks/*.yaml are examples, benchmarks/README.md
-says what it may hold. Nodes and network are emulated with network namespaces, tc and control groups, which needs root
+The YAML file names clusters, networks, models and strategies; benchmarks/*.yaml are examples, docs/commands.md says
+what it may hold. Nodes and network are emulated with network namespaces, tc and control groups, which needs root
 on Linux. Without: --in-process.
 
 examples:
