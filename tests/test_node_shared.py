@@ -347,7 +347,7 @@ class OwnOptimizer(torch.optim.SGD):
 def train_with_own_optimizer() -> list[str]:
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelerate_lshdp.accelerator.accelerator.logger.warning_once", told.append)
+        patch.setattr("accelerate_lshdp.accelerator.session.logger.warning_once", told.append)
         start(optimizer_class=OwnOptimizer)
     return told
 
