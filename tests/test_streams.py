@@ -45,7 +45,7 @@ class Reductions:
     def __init__(self) -> None:
         self.started: list[list[str]] = []
 
-    def now(self, number: int, buffer: DeviceTensor, shapes: list) -> None:
+    def reduce_now(self, number: int, buffer: DeviceTensor, shapes: list) -> None:
         self.started.append(list(buffer.streams))
 
 
@@ -53,7 +53,7 @@ class Reductions:
 def test_the_allocator_knows_that_the_hooks_stream_uses_what_the_reduce_scatter_stream_allocated(synchronise):
     model = object.__new__(ShardedModel)
     model._synchronise, model._overlaps = synchronise, True
-    model._skipped, model._stood_in, model._reductions = set(), {}, Reductions()
+    model._skipped, model._substitutes, model._reductions = set(), {}, Reductions()
     unit = _Unit(module=None, parameters=[torch.nn.Parameter(torch.zeros(4))], fsdp_params=[], indices=[0])
     unit.fsdp_params = [SimpleNamespace(padded_sharded_param_size=torch.Size([4]))]
     buffer, earlier = DeviceTensor(), DeviceTensor()

@@ -45,8 +45,8 @@ from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.planning.online.rebalancing import Decision
-from accelerate_lshdp.runtime.agreement import raise_together
-from accelerate_lshdp.runtime.backend import prepare_environment, refuse_lonely_state
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.backend import prepare_environment, refuse_single_process_state
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.forking import install_safe_forks
 from accelerate_lshdp.runtime.option_advice import option_advice
@@ -100,7 +100,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
             kwargs.setdefault("cpu", True)
         # On GPUs this is left of a config file for FSDP; its plugin has no part here.
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        refuse_lonely_state()
+        refuse_single_process_state()
         error: Exception | None = None
         keeps_total = False
         try:
@@ -197,7 +197,7 @@ class LSHDPAccelerator(Preparing, Stepping, Collecting, Checkpointing, Accelerat
 
     def _raise_everywhere(self, error: Exception | None) -> None:
         if self.num_processes > 1:
-            raise_together(error)
+            raise_on_all_ranks(error)
         elif error is not None:
             raise error
 

@@ -32,8 +32,8 @@ from accelerate_lshdp.data.position import check_state
 from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
-from accelerate_lshdp.runtime.agreement import raise_together
-from accelerate_lshdp.runtime.object_exchange import all_objects, failing_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks
 
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class Checkpointing(_Base):
                 f"save_state got safe_serialization={safe_serialization} and {sorted(unknown)}; checkpoints are "
                 "always safetensors and JSON, and there is nothing else to choose"
             )
-        raise_together(self._why_not_now())
+        raise_on_all_ranks(self._why_not_now())
         steps = f"{self._rank_step.optimizer_steps}"
         self.check_agreement(steps, "how many steps their optimizers have made", NOT_IN_STEP)
         named = self.project_configuration.automatic_checkpoint_naming
         folder = numbered(self._numbered_folder(), self.save_iteration) if named else output_dir
-        raise_together(self._taken(folder) if named else None)
+        raise_on_all_ranks(self._taken(folder) if named else None)
         if folder is None:
             raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
         self._share_statistics()  # a forward without a backward may have changed them since the last step
@@ -198,11 +198,11 @@ class Checkpointing(_Base):
             self.node_layout,
             plan_digest=self.plan_digest,
             trust_checkpoint=self.trust_checkpoint,
-            accepts=self._accepts,
-            fits=self._fits,
+            check_document=self._accepts,
+            check_run=self._fits,
             before_reading=self._run_load_hooks if self._load_model_state_pre_hook else None,
         )
-        with failing_together(f"continuing from checkpoint {loaded.path}"):
+        with errors_on_all_ranks(f"continuing from checkpoint {loaded.path}"):
             for prepared in self._prepared:
                 prepared.parameters_loaded()
                 prepared.drop_gradients()  # of other parameters; there were none when the checkpoint was saved

@@ -70,7 +70,7 @@ class Collecting(_Base):
         several = self._exchange.counts is not None and self._tracker.accumulating
         if several and self._losses is not None and place is not None:
             self._losses.look_before_meeting(place)
-        meeting = self._exchange.meet(call, self._tracker.within_window)
+        meeting = self._exchange.announce(call, self._tracker.within_window)
         if meeting is not None:
             meeting.require_all()
 

@@ -18,7 +18,7 @@ from accelerate_lshdp.accelerator.plugin import BatchNormMode
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
 from accelerate_lshdp.data.prepare import prepare_loader
 from accelerate_lshdp.data.weighting import LossWeighting, require_known_labels
-from accelerate_lshdp.engine.batch_norm import take_single_values
+from accelerate_lshdp.engine.batch_norm import allow_single_values
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.module_state import unmark
 from accelerate_lshdp.engine.policies import Mechanism
@@ -30,8 +30,8 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
-from accelerate_lshdp.engine.stores.shared.store import check_optimizer, hide_what_others_update
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.engine.stores.shared.store import check_optimizer, hide_unowned_gradients
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.option_advice import option_advice
 
 
@@ -73,9 +73,9 @@ class Preparing(_Base):
             model._is_accelerate_prepared = True
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        prepared = self._placement.place(model, beside=len(self._prepared))
+        prepared = self._placement.place(model, model_index=len(self._prepared))
         if self.num_processes > 1:
-            take_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
+            allow_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:
@@ -83,7 +83,7 @@ class Preparing(_Base):
                 self._new_parameters[id(parameter)] = (weakref.ref(parameter), after[name])
         self._prepared.append(prepared)
         if len(self._prepared) > 1:
-            self._exchange.expect_several_models(None if prepared.can_be_completed else self.policies.shard_groups)
+            self._exchange.make_model_groups(None if prepared.can_be_completed else self.policies.shard_groups)
         self._take_optimizers([optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters())
         prepared.on_training_forward = self._timer.forward_begins
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
@@ -129,7 +129,7 @@ class Preparing(_Base):
             if prepared not in self._prepared:
                 self._prepared.append(prepared)
             return prepared
-        if not prepared.steps_alone:
+        if not prepared.can_step_locally:
             raise ValueError(
                 "found a model that another accelerator of this process prepared, which has divided its parameters "
                 "among ranks, or lets those of a node share them: only that one can train it. Use one accelerator for "
@@ -257,7 +257,7 @@ class Preparing(_Base):
         if self.num_processes > 1:
             self._settle_local_gradients(optimizer)
             self._refuse_gradients_of_one_rank(optimizer)
-        self._hidden += hide_what_others_update(optimizer)
+        self._hidden += hide_unowned_gradients(optimizer)
         self._timer.optimizer_begins()
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -266,7 +266,7 @@ class Preparing(_Base):
             return
         for prepared in self._prepared:
             prepared.collective_begins()
-        raise_together(
+        raise_on_all_ranks(
             "found an optimizer.step() with gradients that were there when save_state was called, after the step of "
             "another optimizer: the checkpoint lacks them, so a run that continues it is another one. Call save_state "
             "after the steps of all optimizers, and drop gradients that are not to be stepped with before it, by "
@@ -281,7 +281,9 @@ class Preparing(_Base):
             mine = [p for p in prepared.trainable_parameters() if id(p) in updated] if prepared.local.held else []
             if mine and prepared.has_gradients():
                 gradients = [p.grad for p in mine if p.grad is not None]
-                prepared.local.use(gradients, prepared.within_no_sync > 0, prepared.steps_alone)
+                prepared.local.rescale_for_local_step(
+                    gradients, prepared.within_no_sync > 0, prepared.can_step_locally
+                )
                 logger.warning_once(
                     "an optimizer steps with gradients of each rank alone (inside no_sync(), as LocalSGD does): "
                     "parameters differ between ranks until they are averaged"

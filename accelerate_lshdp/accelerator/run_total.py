@@ -19,7 +19,7 @@ from accelerate_lshdp.accelerator.plugin import parse_flag
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.script_total import script_total
 from accelerate_lshdp.documents.plan import Automatic, Plan
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
 
@@ -138,7 +138,7 @@ class RunTotal:
         if self._said_by_script:
             self.settle(total)
             return
-        raise_together(self._mistake(total))
+        raise_on_all_ranks(self._mistake(total))
         self._settled = True
 
     def _mistake(self, total: int) -> str | None:

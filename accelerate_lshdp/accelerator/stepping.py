@@ -19,7 +19,7 @@ from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.weighting import LossWeighting, loss_share, weigh
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.empty_backward import gradients_of_zero
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.runtime.agreement import all_fail_here
@@ -132,7 +132,7 @@ class Stepping(_Base):
             return
         # Before the hook of PreparedModel, which asks whether to synchronise.
         model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
-        leave_hooks_out(model)
+        exclude_hooks_from_pickles(model)
 
     def _forward_begins(self, model: nn.Module, inputs: tuple) -> None:
         """A prepared model is called."""
@@ -214,7 +214,7 @@ class Stepping(_Base):
             prepared.begin_backward(prepared.synchronise_next)
         meeting = None
         if any(prepared.synchronise_next for prepared in self._prepared):
-            meeting = self._exchange.meet("backward", self._tracker.within_window and not left_open)
+            meeting = self._exchange.announce("backward", self._tracker.within_window and not left_open)
         try:
             require_same_models(self._exchange, loss, self._prepared, self.policies.shard_groups)
             self._run_autograd(loss, kwargs)
@@ -290,7 +290,7 @@ class Stepping(_Base):
         """Of all models, so that all ranks share the same, whichever of them a rank's loss depends on (collective)."""
         if self.num_processes > 1:
             for prepared in self._prepared:
-                prepared.statistics.share()
+                prepared.statistics.broadcast()
 
     def _run_autograd(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """``loss.backward``; what fails on this rank is told to the others, which would wait for its gradients."""

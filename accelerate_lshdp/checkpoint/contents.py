@@ -36,7 +36,7 @@ from accelerate_lshdp.runtime.object_exchange import (
     NodeLayout,
     all_objects,
     as_bytes,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
 )
 
@@ -102,7 +102,7 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
     document: dict[str, Any] = {}
     pickles: dict[str, bytes] = {}
     random_state = checkpoint_rng.capture(layout.device)
-    with failing_together("collecting what is to be saved"):
+    with errors_on_all_ranks("collecting what is to be saved"):
         everything = [ModelTensors.of(model) for model in objects.models]
         names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
         models = [model for index, model in enumerate(everything) if index not in objects.left_out]
@@ -128,8 +128,8 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             _describe_custom(index, thing, trust_checkpoint, shared, pickles)
             for index, thing in enumerate(objects.custom)
         ]
-    described = checkpoint_owned.complete(objects.optimizers, described, names)
-    with failing_together("collecting what is to be saved"):
+    described = checkpoint_owned.merge_owned_state(objects.optimizers, described, names)
+    with errors_on_all_ranks("collecting what is to be saved"):
         document["optimizers"] = [optimizer.document for optimizer in described]
         own |= {f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)}
         mine = _RankDescription(
@@ -144,13 +144,13 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             random_state=random_state,
         )
     told: list[_RankDescription] = all_objects(mine)
-    with failing_together("comparing what ranks are to save"):
+    with errors_on_all_ranks("comparing what ranks are to save"):
         _check_same(told)
     document, pickles, entries = object_from(
         0,
         (document, pickles, [(TensorSource.of(*item).entry, isinstance(item[1], DTensor)) for item in shared.items()]),
     )
-    with failing_together("collecting what is to be saved"):
+    with errors_on_all_ranks("collecting what is to be saved"):
         shared_sources = [_shared_source(entry, sharded, shared) for entry, sharded in entries]
     random_tensors: dict[str, torch.Tensor] = {}
     states = [description.random_state for description in told]

@@ -66,10 +66,10 @@ def search(directory: Path) -> list[Found]:
     """
     found = []
     if holds_file(directory / MANIFEST):
-        found.append(_look(directory, ""))
+        found.append(_inspect(directory, ""))
     for path, name in _abandoned(directory.parent):
         if name == directory.name and may_hold(path, MANIFEST):
-            found.append(_look(path, ""))
+            found.append(_inspect(path, ""))
     if found:
         return found
     for path in entries(directory):
@@ -79,10 +79,10 @@ def search(directory: Path) -> list[Found]:
         if holds is None:
             found.append(Found(path, path.name, None, f"{path} belongs to another user, who lets nobody look into it"))
         elif holds:
-            found.append(_look(path, path.name))
+            found.append(_inspect(path, path.name))
     for path, name in _abandoned(directory):
         if may_hold(path, MANIFEST):
-            found.append(_look(path, name))
+            found.append(_inspect(path, name))
     return found
 
 
@@ -149,12 +149,12 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             remove_tree(path)
 
 
-def guest_folder(final: Path, save_id: str) -> Path:
+def hook_folder(final: Path, save_id: str) -> Path:
     """Where others may put what is to be beside our files: inside the hidden folder, under the final name."""
     return _hidden_path(final, save_id, "partial") / final.name
 
 
-def take_in(guest: Path, own: Collection[str]) -> None:
+def move_hook_files(guest: Path, own: Collection[str]) -> None:
     """Moves what others put into a guest folder beside our own files, before these are written.
 
     Raises:
@@ -226,12 +226,12 @@ def drop(final: Path) -> None:
 
 def recover(final: Path) -> None:
     """Gives `final` its name: the newest complete folder that a killed writer left, if `final` is older or missing."""
-    left = [_look(path, "") for path, name in _abandoned(final.parent) if name == final.name]
+    left = [_inspect(path, "") for path, name in _abandoned(final.parent) if name == final.name]
     usable = [found for found in left if found.manifest and verify(found.path, found.manifest) is None]
     if not usable:
         return
     newest = max(usable, key=lambda found: found.manifest.age)
-    current = _look(final, "").manifest
+    current = _inspect(final, "").manifest
     if current is None or current.age < newest.manifest.age:
         commit(newest.path, final, newest.manifest.save_id)
 
@@ -259,7 +259,7 @@ def remove_leftovers(parent: Path) -> None:
 
 def is_named(final: Path, save_id: str) -> bool:
     """Whether a checkpoint of this save has its final name."""
-    found = _look(final, "").manifest
+    found = _inspect(final, "").manifest
     return found is not None and found.save_id == save_id
 
 
@@ -280,7 +280,7 @@ def hidden_names(parent: Path) -> list[str]:
 
 def newest_generation(parent: Path) -> int:
     """The largest generation of any checkpoint in `parent` that this user may read; 0 if there is none."""
-    manifests = (_look(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
+    manifests = (_inspect(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
     return max((manifest.generation for manifest in manifests if manifest is not None), default=0)
 
 
@@ -304,7 +304,7 @@ def _is_old(path: Path) -> bool:
     return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
 
 
-def _look(path: Path, relative: str) -> Found:
+def _inspect(path: Path, relative: str) -> Found:
     try:
         return Found(path, relative, Manifest.read(path), None)
     except (OSError, ValueError) as error:
@@ -329,7 +329,7 @@ def _hidden_path(final: Path, save_id: str, kind: str) -> Path:
 
 
 def _keep_foreign_files(replaced: Path, final: Path) -> None:
-    found = _look(replaced, "")
+    found = _inspect(replaced, "")
     if found.manifest is None:  # nothing says which files are ours
         return
     for path in entries(replaced):

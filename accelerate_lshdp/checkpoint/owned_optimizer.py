@@ -28,7 +28,7 @@ class DescribedOptimizer:
     sources: list[TensorSource]
 
 
-def complete(
+def merge_owned_state(
     optimizers: Sequence[torch.optim.Optimizer],
     described: Sequence[DescribedOptimizer],
     names: Mapping[int, str],

@@ -24,10 +24,10 @@ from accelerate_lshdp.checkpoint.folder import (
     Manifest,
     check_replaceable,
     commit,
-    guest_folder,
+    hook_folder,
+    move_hook_files,
     newest_generation,
     remove_leftovers,
-    take_in,
     write_file,
 )
 from accelerate_lshdp.checkpoint.model import stream_full_state
@@ -40,14 +40,14 @@ from accelerate_lshdp.checkpoint.transfer import (
     find_newest,
     warn_of,
 )
-from accelerate_lshdp.checkpoint.validation import Accepts
+from accelerate_lshdp.checkpoint.validation import DocumentCheck
 from accelerate_lshdp.runtime.object_exchange import (
     Attempt,
     NodeLayout,
     all_objects,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
-    together,
+    raise_failure_on_all_ranks,
 )
 
 
@@ -145,21 +145,21 @@ def save_checkpoint(
         if elected:
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
         if before_writing:
-            aside = guest_folder(final, save_id)
+            aside = hook_folder(final, save_id)
             if folder is not None:
                 attempt(aside.mkdir)
-        together(f"preparing to write checkpoint {final}", attempt.error)
+        raise_failure_on_all_ranks(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
             objects = replace(objects, left_out=before_writing(str(aside)))
             contents = collect(objects, layout, trust_checkpoint)
             if folder is not None:
-                attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
+                attempt(lambda: move_hook_files(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
-        together(f"writing checkpoint {final}", attempt.error)
-        with failing_together(f"renaming checkpoint {final} to its final name"):
+        raise_failure_on_all_ranks(f"writing checkpoint {final}", attempt.error)
+        with errors_on_all_ranks(f"renaming checkpoint {final} to its final name"):
             if folder is not None:
                 commit(folder, final, save_id)
     _warn_of_drift(all_objects(files if folder is not None else None), final, layout)
@@ -172,8 +172,8 @@ def load_checkpoint(
     *,
     plan_digest: str,
     trust_checkpoint: bool = False,
-    accepts: Accepts | None = None,
-    fits: Accepts | None = None,
+    check_document: DocumentCheck | None = None,
+    check_run: DocumentCheck | None = None,
     before_reading: Callable[[str], frozenset[int]] | None = None,
 ) -> LoadedCheckpoint:
     """Restores a run from the newest checkpoint that is complete on some node (collective).
@@ -187,30 +187,30 @@ def load_checkpoint(
         layout: the place of this rank.
         plan_digest: of the plan of this run.
         trust_checkpoint: allows reading pickles. A pickle can run any code.
-        accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
-        fits: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint are
-            of a run like this one, and raises what is not.
+        check_document: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
+        check_run: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint
+            are of a run like this one, and raises what is not.
         before_reading: called on all ranks with the checkpoint's folder (collective); says which models are
             `left_out`.
 
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
-    path = _on_all_nodes(directory, layout, accepts)
+    path = _on_all_nodes(directory, layout, check_document)
     if before_reading:
         objects = replace(objects, left_out=before_reading(str(path)))
-    with failing_together(f"loading checkpoint {path}"):
+    with errors_on_all_ranks(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
         saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
-        if fits is not None:
-            fits(saved.loaders, saved.extra)
-    with failing_together(f"restoring checkpoint {path}"):
+        if check_run is not None:
+            check_run(saved.loaders, saved.extra)
+    with errors_on_all_ranks(f"restoring checkpoint {path}"):
         saved.apply()
         random_state = saved.random_state(layout.rank) if same_plan else None
         usable = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
     rng_restored = all(all_objects(usable))  # on all ranks or on none
-    with failing_together(f"restoring the random numbers of checkpoint {path}"):
+    with errors_on_all_ranks(f"restoring the random numbers of checkpoint {path}"):
         if rng_restored:
             checkpoint_rng.restore(random_state, layout.device)
         else:
@@ -236,18 +236,20 @@ def load_models(directory: str | os.PathLike, models: list[nn.Module], layout: N
         RuntimeError: the same on all ranks, if there is no complete checkpoint or its models are others.
     """
     path = _on_all_nodes(directory, layout)
-    with failing_together(f"loading the models of checkpoint {path}"):
+    with errors_on_all_ranks(f"loading the models of checkpoint {path}"):
         saved = SavedModels(path, models)
-    with failing_together(f"restoring the models of checkpoint {path}"):
+    with errors_on_all_ranks(f"restoring the models of checkpoint {path}"):
         saved.apply()
 
 
-def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout, accepts: Accepts | None = None) -> Path:
+def _on_all_nodes(
+    directory: str | os.PathLike, layout: NodeLayout, check_document: DocumentCheck | None = None
+) -> Path:
     root = Path(os.path.realpath(directory))
-    newest, problems = find_newest(root, layout, accepts)
+    newest, problems = find_newest(root, layout, check_document)
     if newest is None:
         found = "\n".join(problems) if problems else "no node has any"
-        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
+        raise_failure_on_all_ranks(f"loading from {root}", f"there is no complete checkpoint there: {found}")
     warn_of(problems, newest, layout)
     return bring_to_all_nodes(newest, root, layout)
 

@@ -13,7 +13,7 @@ from torch import nn
 from accelerate_lshdp.checkpoint.model import ModelTensors
 from accelerate_lshdp.checkpoint.shards import gather_full
 from accelerate_lshdp.checkpoint.tensors import SafetensorsWriter, TensorEntry, in_file_order
-from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tensor, together
+from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tensor, raise_failure_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
             os.replace(partial, path)
         except OSError as caught:
             error = caught
-    together(f"saving the model to {os.fspath(path)}", error)
+    raise_failure_on_all_ranks(f"saving the model to {os.fspath(path)}", error)

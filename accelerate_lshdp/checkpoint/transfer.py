@@ -29,15 +29,15 @@ from accelerate_lshdp.checkpoint.folder import (
 )
 from accelerate_lshdp.checkpoint.shared_folder import remove_file, wait_until
 from accelerate_lshdp.checkpoint.stream import WrittenFile
-from accelerate_lshdp.checkpoint.validation import TRAINING, Accepts, what_is_wrong
+from accelerate_lshdp.checkpoint.validation import TRAINING, DocumentCheck, find_content_error
 from accelerate_lshdp.runtime.object_exchange import (
     Attempt,
     NodeLayout,
     all_objects,
     broadcast_bytes,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
-    together,
+    raise_failure_on_all_ranks,
 )
 
 
@@ -82,12 +82,12 @@ def elect_writer(final: Path, layout: NodeLayout) -> bool:
     tokens = [token_path(final, token, node) for node in range(layout.num_nodes)]
     left = False
     try:
-        with failing_together(f"writing to {final.parent}"):
+        with errors_on_all_ranks(f"writing to {final.parent}"):
             if layout.is_writer:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 tokens[layout.node].touch(exist_ok=False)
                 left = True
-        with failing_together(f"reading {final.parent}"):
+        with errors_on_all_ranks(f"reading {final.parent}"):
             elected = layout.is_writer and not any(path.exists() for path in tokens[: layout.node])
     finally:
         if left:  # everyone has looked by now, or has failed
@@ -107,16 +107,16 @@ def enter_partial_folder(stack: ExitStack, final: Path, identity: str) -> Path |
 
 
 def find_newest(
-    directory: Path, layout: NodeLayout, accepts: Accepts | None = None
+    directory: Path, layout: NodeLayout, check_document: DocumentCheck | None = None
 ) -> tuple[Newest | None, list[str]]:
     """The newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
     Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
-    it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `accepts` checks what
-    the document holds for others.
+    it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `check_document`
+    checks loaders and extra values, which belong to the caller.
     """
     found: list[Found] = []
-    with failing_together(f"searching for checkpoints in {directory}"):
+    with errors_on_all_ranks(f"searching for checkpoints in {directory}"):
         if layout.is_writer:
             found = search(directory)
     mine = {item.manifest.save_id: item for item in reversed(found) if item.manifest is not None}
@@ -129,7 +129,7 @@ def find_newest(
         problem = None
         if candidate is not None:
             problem = verify(candidate.path, candidate.manifest)
-            problem = problem or what_is_wrong(candidate.path, candidate.manifest, accepts)
+            problem = problem or find_content_error(candidate.path, candidate.manifest, check_document)
         path = str(candidate.path) if candidate and problem is None else None
         said = candidate.manifest.files[TRAINING].crc32 if path else None
         answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, said))
@@ -163,7 +163,7 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
     in_place = all(all_objects(here is not None and Path(here) == final))
     if not in_place:
         _name_or_send(newest, final, here, layout)
-    with failing_together(f"reading checkpoint {final}"):
+    with errors_on_all_ranks(f"reading checkpoint {final}"):
         wait_until(lambda: is_named(final, newest.save_id), final.parent, f"checkpoint {final}")
     return final
 
@@ -171,7 +171,7 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
 def _name_or_send(newest: Newest, final: Path, here: str | None, layout: NodeLayout) -> None:
     """Gives a checkpoint its final name on nodes that have it, and sends it to the others (collective)."""
     elected = elect_writer(final, layout)
-    with failing_together("renaming a checkpoint that a killed writer had completed"):
+    with errors_on_all_ranks("renaming a checkpoint that a killed writer had completed"):
         if elected and here is not None and Path(here) != final:
             check_replaceable(final)
             commit(Path(here), final, newest.save_id)
@@ -194,7 +194,7 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
     what = f"sending checkpoint {final.name} to the nodes that lack it"
     is_source = layout.rank == newest.source
     text, manifest = b"", None
-    with failing_together(what):
+    with errors_on_all_ranks(what):
         if is_source:
             text, manifest = (final / MANIFEST).read_bytes(), Manifest.read(final)
         if receives:
@@ -206,13 +206,13 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
         folder = None
         if receives:
             folder = attempt(lambda: enter_partial_folder(stack, final, identity))
-        together(what, attempt.error)  # before anything long is sent
+        raise_failure_on_all_ranks(what, attempt.error)  # before anything long is sent
         for name, written in manifest.files.items():
             _send_file(name, written, final if is_source else None, folder, newest.source, layout, attempt)
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, text))
-        together(what, attempt.error)
-        with failing_together(what):
+        raise_failure_on_all_ranks(what, attempt.error)
+        with errors_on_all_ranks(what):
             if folder is not None:
                 commit(folder, final, newest.save_id)
 

@@ -25,19 +25,19 @@ TRAINING = "training.json"
 _TENSORS = ("training.safetensors", "random_states.safetensors", "rank_tensors.safetensors")
 _SECTIONS = ("models", "schedulers", "scaler", "loaders", "extra", "custom", "optimizers", "random_states")
 #: Checks loaders and extra values, which belong to whoever saved them; raises what it finds wrong.
-Accepts = Callable[[list[dict], dict], None]
+DocumentCheck = Callable[[list[dict], dict], None]
 
 
-def what_is_wrong(folder: Path, manifest: Manifest, accepts: Accepts | None = None) -> str | None:
+def find_content_error(folder: Path, manifest: Manifest, check_document: DocumentCheck | None = None) -> str | None:
     """What a checkpoint with right checksums says that no save wrote, with its place; None if nothing.
 
     Args:
         folder: of a checkpoint whose files have the checksums of its manifest.
         manifest: its manifest.
-        accepts: checks what the document holds for others.
+        check_document: checks what the document holds for others.
     """
     try:
-        _Contents(folder, manifest).check(accepts)
+        _Contents(folder, manifest).check(check_document)
     except Exception as error:  # whatever wrong contents lead to, this checkpoint is of no use
         said = str(error) if isinstance(error, ValueError) else f"found what no save writes ({error!r:.200})"
         return f"{folder / TRAINING} has the right checksum, but wrong contents: {said}"
@@ -62,7 +62,7 @@ class _Contents:
         self.aliases: list[Mapping[str, str]] = []
         self.left_out: set[int] = set()  # models that hooks of the script have saved, of which nothing is known here
 
-    def check(self, accepts: Accepts | None) -> None:
+    def check(self, check_document: DocumentCheck | None) -> None:
         for index in _sequence(self.document.get("left_out", []), "left_out"):
             _require(type(index) is int and index >= 0, "left_out", index, "the number of a model, counted from 0")
             self.left_out.add(index)
@@ -78,8 +78,8 @@ class _Contents:
         self._check_random_states()
         loaders = [_mapping(state, f"loaders[{i}]") for i, state in enumerate(self._decoded_list("loaders"))]
         extra = _mapping(self._decoded(self.document["extra"], "extra", self.shared), "extra")
-        if accepts is not None:
-            accepts(loaders, extra)
+        if check_document is not None:
+            check_document(loaders, extra)
 
     def _check_model(self, index: int, saved: object) -> None:
         place = f"models[{index}]"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -29,7 +29,7 @@ class RunningStatistics:
         self._clock = clock
 
     @torch.no_grad()
-    def share(self) -> None:
+    def broadcast(self) -> None:
         """Makes the statistics of all ranks those of rank 0 (collective, if there are any)."""
         statistics = [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
         if not statistics:
@@ -74,7 +74,7 @@ class _SingleValues:
             self._switched, norm.training = False, True
 
 
-def take_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
+def allow_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
     """Lets a model's batch normalisations take the micro-batches of a short global batch.
 
     Args:
@@ -87,4 +87,4 @@ def take_single_values(module: nn.Module, others_are_larger: Callable[[], bool],
             hook = _SingleValues(others_are_larger, say)
             norm.register_forward_pre_hook(hook.before)
             norm.register_forward_hook(hook.after, always_call=True)  # also when the forward fails
-            leave_hooks_out(norm)
+            exclude_hooks_from_pickles(norm)

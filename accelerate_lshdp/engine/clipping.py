@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
-from accelerate_lshdp.engine.stores.shared.table import Meeting
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def _meet(parameters: Iterable[torch.Tensor]) -> None:
     """
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
-        reduction.barrier(Meeting.CLIPPING)
+        reduction.barrier(BarrierPurpose.CLIPPING)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

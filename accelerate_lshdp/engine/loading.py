@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.failures import failures_explained
 
@@ -50,7 +50,7 @@ def follow_loading(prepared: PreparedModel) -> None:
     for module in prepared.module.modules():
         module.register_load_state_dict_pre_hook(loading.before)
         module.register_load_state_dict_post_hook(loading.after)
-        leave_hooks_out(module)
+        exclude_hooks_from_pickles(module)
 
 
 def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> None:

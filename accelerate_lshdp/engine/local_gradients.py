@@ -37,7 +37,9 @@ class LocalGradients:
         self.held = False
         self._weight = self._alone = 0.0
 
-    def use(self, gradients: list[torch.Tensor], inside_no_sync: bool, may_step_alone: bool) -> None:
+    def rescale_for_local_step(
+        self, gradients: list[torch.Tensor], inside_no_sync: bool, may_step_alone: bool
+    ) -> None:
         """Makes gradients that are held those of the rank's own mean loss, for a step that it makes alone.
 
         Args:

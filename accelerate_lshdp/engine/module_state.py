@@ -25,7 +25,7 @@ _ATTRIBUTES = (PREPARED, "no_sync", "_apply", "__reduce_ex__")
 class Preparation(Protocol):
     """What was prepared around a module, as far as the module's own methods need it: see ``PreparedModel``."""
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool: ...
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool: ...
 
     def refuse_copy(self) -> None: ...
 
@@ -94,7 +94,7 @@ class _Conversion(_Method):
 
     def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module, prepared = self.module, self.prepared
-        if prepared is not None and prepared.keeps(convert):
+        if prepared is not None and prepared.skips_conversion(convert):
             return module
         return type(module)._apply(module, convert, *args, **kwargs)
 
@@ -116,7 +116,7 @@ def mark(module: nn.Module, link: Link) -> None:
     """Attaches what a prepared module has; its state dict stays as it is."""
     # Not by setattr: modules may have one of their own.
     vars(module).update({PREPARED: link, "no_sync": NoSync(link.prepared), "_apply": _Conversion(module)})
-    leave_hooks_out(module)
+    exclude_hooks_from_pickles(module)
 
 
 def unmark(module: nn.Module) -> None:
@@ -132,7 +132,7 @@ def unmark(module: nn.Module) -> None:
                 del of_kind[key]
 
 
-def leave_hooks_out(module: nn.Module) -> None:
+def exclude_hooks_from_pickles(module: nn.Module) -> None:
     """Keeps hooks of this package out of a module's pickles and copies."""
     vars(module)["__reduce_ex__"] = _Reduction(module)
 
@@ -156,7 +156,9 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def would_stay(convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, device: torch.device) -> bool:
+def is_noop_conversion(
+    convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, device: torch.device
+) -> bool:
     """Whether a conversion leaves a module's parameters and buffers as and where they are.
 
     Args:

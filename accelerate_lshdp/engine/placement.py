@@ -39,7 +39,8 @@ class Placement:
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
-        partners: ranks that sum a bucket between nodes in the run that this one stands for; None: those of this one.
+        reducing_ranks: number of ranks that sum a bucket between nodes; None: as in this run. A profile, which
+            measures one rank alone, gives the number of the run that it is made for.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Placement:
         prefetch: int,
         bucket_bytes: int | None,
         reduction: GradientReduction | None = None,
-        partners: int | None = None,
+        reducing_ranks: int | None = None,
     ) -> None:
         self.policies = policies
         self.topology = topology
@@ -68,7 +69,7 @@ class Placement:
             LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
         )
         self.reduction = reduction
-        self.partners = len(policies.replica_groups[0]) if partners is None else partners
+        self.reducing_ranks = len(policies.replica_groups[0]) if reducing_ranks is None else reducing_ranks
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
 
@@ -102,13 +103,17 @@ class Placement:
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
-                partners=self.partners,
+                reducing_ranks=self.reducing_ranks,
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
             return ReplicatedModel(
-                model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes, partners=self.partners
+                model,
+                self._reduction(world),
+                self.clock,
+                bucket_bytes=self.bucket_bytes,
+                reducing_ranks=self.reducing_ranks,
             )
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)

@@ -44,14 +44,14 @@ class PreparedModel(ABC):
         statistics: those that its normalisations keep of what they have seen.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
         local: the gradients that this rank holds alone.
-        steps_alone: whether a rank has whole parameters for itself, so that it may step with them.
+        can_step_locally: whether a rank has whole parameters for itself, so that it may step with them.
     """
 
     module: nn.Module
     loss_multiplier: float = 1.0
     reductions: tuple[GradientReduction, ...] = ()
     can_be_completed: bool = True
-    steps_alone = False
+    can_step_locally = False
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module
@@ -114,7 +114,7 @@ class PreparedModel(ABC):
         if self.on_training_forward is not None and self.module.training and torch.is_grad_enabled():
             self.on_training_forward()
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Whether a conversion of the whole module (``.to()``, ``.float()``, ``.cpu()``, ...) is to be left out.
 
         Args:

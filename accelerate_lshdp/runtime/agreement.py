@@ -35,7 +35,7 @@ def all_fail_here(place: str) -> bool:
     return True
 
 
-def raise_together(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
     """Raises the same RuntimeError on all ranks of `group` if any of them passes an error (collective, a barrier).
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate_lshdp.runtime.cpu_binding import settle_on_cores
+from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
 
 
@@ -30,7 +30,7 @@ def prepare_environment() -> bool:
     ``ACCELERATE_USE_FSDP`` that comes with it is dropped: accelerate would build a plugin that is not used, and
     transformers would leave the weights of all ranks but the first empty in ``from_pretrained``.
 
-    CPU ranks get their share of the node's cores (``settle_on_cores``) and keep freed memory.
+    CPU ranks get their share of the node's cores (``apply_cpu_share``) and keep freed memory.
 
     Returns:
         Whether training runs on the CPU.
@@ -40,7 +40,7 @@ def prepare_environment() -> bool:
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        settle_on_cores()
+        apply_cpu_share()
         keep_freed_memory()
     return on_cpu
 
@@ -66,7 +66,7 @@ def prepare_at_first_state() -> None:
     PartialState.__init__ = settled
 
 
-def _is_lonely() -> bool:
+def _is_single_process_state() -> bool:
     """Whether accelerate's state was made before, as one process, although several were launched.
 
     On CPUs ``PartialState()`` alone forms no group. Every rank would train for itself, without a word.
@@ -77,9 +77,9 @@ def _is_lonely() -> bool:
     return launched > 1 and PartialState._shared_state.get("num_processes", launched) == 1
 
 
-def refuse_lonely_state() -> None:
+def refuse_single_process_state() -> None:
     """Raises RuntimeError if accelerate's state was made before, as one process, although several were launched."""
-    if _is_lonely():
+    if _is_single_process_state():
         raise RuntimeError(
             f"accelerate's state was made before the accelerator and knows of 1 process, but the launcher started "
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}. Create the LSHDPAccelerator first, or PartialState(cpu=True), "
@@ -94,6 +94,6 @@ def join_launched_ranks() -> None:
     """
     from accelerate.state import AcceleratorState, PartialState
 
-    if _is_lonely() and not AcceleratorState._shared_state:
+    if _is_single_process_state() and not AcceleratorState._shared_state:
         PartialState._reset_state()
         PartialState(cpu=True)

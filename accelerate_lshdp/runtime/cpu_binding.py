@@ -86,7 +86,7 @@ def is_users_choice(environ: Mapping[str, str], launcher: Mapping[str, str] | No
     return not (by_launcher and environ[THREADS_VARIABLE] in map(str, defaults))
 
 
-def settle_on_cores() -> None:
+def apply_cpu_share() -> None:
     """Gives this rank its share of the node's CPU, unless the user has decided about it; told once a node.
 
     Doing it twice does no harm. Nothing is changed on systems that do not tell where a process may run (all but

@@ -30,7 +30,7 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 
 
 @contextmanager
-def momentary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
+def temporary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
     """A group of its own for something short (collective over the world to enter and to leave).
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
 _T = TypeVar("_T")
@@ -45,24 +45,24 @@ class NodeLayout:
 
 
 @contextmanager
-def failing_together(what: str) -> Iterator[None]:
+def errors_on_all_ranks(what: str) -> Iterator[None]:
     """Runs a block without collectives; what it raises on any rank is raised on all ranks (collective at its end)."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    together(what, error)
+    raise_failure_on_all_ranks(what, error)
 
 
-def together(what: str, error: BaseException | str | None) -> None:
-    """`raise_together` with a message that says what this rank was doing when it failed."""
+def raise_failure_on_all_ranks(what: str, error: BaseException | str | None) -> None:
+    """`raise_on_all_ranks` with a message that says what this rank was doing when it failed."""
     if isinstance(error, BaseException):
         message = f"{what} failed: {type(error).__name__}: {error}"
     else:
         message = error and f"{what} failed: {error}"
     try:
-        raise_together(message)
+        raise_on_all_ranks(message)
     except RuntimeError as agreed:
         raise RuntimeError(str(agreed)) from (error if isinstance(error, BaseException) else None)
 

@@ -40,7 +40,7 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 
 if TYPE_CHECKING:
     from accelerate_lshdp.data.place import MicroBatchPlace
-    from accelerate_lshdp.runtime.step_exchange import StepExchange, Telling
+    from accelerate_lshdp.runtime.step_exchange import PendingRows, StepExchange
 
 logger = get_logger(__name__)
 
@@ -96,14 +96,14 @@ class LossFinder:
         self._open: dict[str, OpenLoss] = {}
         self._answers: dict[str, _Answer] = {}
         self._answers_by_order: dict[int, _Answer] = {}
-        self._told_early: tuple[MicroBatchPlace, Telling] | None = None
-        self._unheard: list[Telling] = []  # what others told while this rank knew enough
+        self._told_early: tuple[MicroBatchPlace, PendingRows] | None = None
+        self._unheard: list[PendingRows] = []  # what others told while this rank knew enough
         self.problem: str | None = None
         """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
         """Whether the last loss counted by its labels."""
         self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
-        exchange.expect_losses()
+        exchange.make_loss_group()
 
     @property
     def idle(self) -> bool:
@@ -262,7 +262,7 @@ class LossFinder:
         asks = values or known is None or known.by_labels or (found is not None and found["counts"])
         if asks and self._order and self._exchange.counts is not None and not place.window_end:
             # A rank with fewer of them may be in the backward of its first loss, which waits for this one's last one.
-            self._exchange.meet("a second loss that is not known yet", True).require_all()
+            self._exchange.announce("a second loss that is not known yet", True).require_all()
         early, self._told_early = self._told_early, None
         if early is not None and early[0] is place and self._order == 0:
             telling = early[1]
@@ -392,17 +392,17 @@ class LossFinder:
             values=computed,
         )
 
-    def _tell(self, seen: SeenLoss) -> Telling:
-        return self._exchange.tell(seen.as_row())
+    def _tell(self, seen: SeenLoss) -> PendingRows:
+        return self._exchange.share_row(seen.as_row())
 
-    def _hear_later(self, telling: Telling) -> None:
+    def _hear_later(self, telling: PendingRows) -> None:
         """Keeps what others tell until the step ends; the oldest is heard now where no step ever does (no_sync)."""
         self._unheard.append(telling)
         if len(self._unheard) > _MOST_UNHEARD:
             _require_same_looks(_read(self._unheard.pop(0)))
 
 
-def _read(telling: Telling) -> list[SeenLoss]:
+def _read(telling: PendingRows) -> list[SeenLoss]:
     return [SeenLoss.from_row(row) for row in telling.wait()]
 
 

@@ -132,7 +132,7 @@ class OrderedReductions:
         self._ready[index] = buffer, shapes
         self._start_in_order()
 
-    def now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
+    def reduce_now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
         """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits)."""
         self._check_first_time(index)
         self._reduced.add(index)

@@ -27,7 +27,7 @@ from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingRed
 
 logger = logging.getLogger(__name__)
 #: How long a thread waits for a message before it looks whether the process is about to exit.
-_PATIENCE = timedelta(seconds=0.5)
+_EXIT_CHECK_INTERVAL = timedelta(seconds=0.5)
 
 
 class LossyBuffer(ABC):
@@ -133,7 +133,7 @@ class _Worker:
         self._exiting = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self, pending: _Pending) -> None:
+    def submit(self, pending: _Pending) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lossy reduction", daemon=True)
             self._thread.start()
@@ -195,7 +195,7 @@ class _Worker:
     def _wait(self, message: dist.Work) -> None:
         while not self._exiting.is_set():
             try:
-                message.wait(_PATIENCE)
+                message.wait(_EXIT_CHECK_INTERVAL)
                 return
             except RuntimeError:
                 if message.is_completed():
@@ -239,7 +239,7 @@ class TwoMessageReduction(GradientReduction):
         with torch.no_grad():
             if buffer.device.type == "cpu":
                 pending = _Pending(kept, buffer)
-                self._worker.take(pending)
+                self._worker.submit(pending)
             else:
                 if self._stream is None:
                     self._stream = torch.get_device_module(buffer.device).Stream(buffer.device)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.loading import follow_loading, require_same_names
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
@@ -114,15 +114,15 @@ class ShardedModel(PreparedModel):
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
         self._ran: set[int] = set()  # modules of units that had a forward since the last backward
         self._skipped: set[int] = set()  # units that had none before the current backward
-        self._stood_in: dict[int, torch.Tensor] = {}
+        self._substitutes: dict[int, torch.Tensor] = {}
         self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        if would_stay(convert, self.module, self._device):
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if is_noop_conversion(convert, self.module, self._device):
             return True
         raise RuntimeError(
             "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
@@ -316,10 +316,10 @@ class ShardedModel(PreparedModel):
             else:
                 # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
                 # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
-                for skipped in sorted(self._skipped & set(range(number)) - self._stood_in.keys()):
-                    self._stood_in[skipped] = self._stand_in(self._units[skipped])
-                    self._reductions.now(skipped, self._stood_in[skipped], self._units[skipped].shapes())
-                self._reductions.now(number, buffer, unit.shapes())
+                for skipped in sorted(self._skipped & set(range(number)) - self._substitutes.keys()):
+                    self._substitutes[skipped] = self._make_substitute(self._units[skipped])
+                    self._reductions.reduce_now(skipped, self._substitutes[skipped], self._units[skipped].shapes())
+                self._reductions.reduce_now(number, buffer, unit.shapes())
 
         return reduce_between_nodes
 
@@ -335,8 +335,8 @@ class ShardedModel(PreparedModel):
         if not self._overlaps:
             self._set_aside_local()
         for number in self._reductions.missing():
-            self._stood_in[number] = self._stand_in(self._units[number])
-            self._reductions.ready(number, self._stood_in[number], self._units[number].shapes())
+            self._substitutes[number] = self._make_substitute(self._units[number])
+            self._reductions.ready(number, self._substitutes[number], self._units[number].shapes())
 
     def finish_backward(self) -> None:
         self.in_backward = False
@@ -349,9 +349,9 @@ class ShardedModel(PreparedModel):
         self._synchronise = False
         if self._reductions is not None:
             self._reductions.finish()
-            for number, buffer in self._stood_in.items():
+            for number, buffer in self._substitutes.items():
                 self._take_gradients(self._units[number], buffer)
-            self._stood_in.clear()
+            self._substitutes.clear()
         else:
             for unit in self._units:
                 self._deliver_local(unit)
@@ -363,7 +363,7 @@ class ShardedModel(PreparedModel):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._earlier.clear()
 
-    def _stand_in(self, unit: _Unit) -> torch.Tensor:
+    def _make_substitute(self, unit: _Unit) -> torch.Tensor:
         """This rank's part of the gradient of a unit that its forward did not run in this backward."""
         dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
         buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self.mesh.device_type)
@@ -452,7 +452,7 @@ class ShardedModel(PreparedModel):
         self.in_backward = self._synchronise = self._holds_local = False
         self._plain.abandon()
         self._earlier.clear()
-        self._stood_in.clear()
+        self._substitutes.clear()
         for unit in self._units:
             unit.local.clear()
         if self._reductions is not None:

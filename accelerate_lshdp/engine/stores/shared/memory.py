@@ -132,7 +132,7 @@ class NodeMemory:
         count = int(np.prod(shape))
         return np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).reshape(shape)
 
-    def wake(self) -> None:
+    def wake_peers(self) -> None:
         """Lets all other ranks of the node return from ``listen``."""
         for peer in self._peers.values():
             # A full socket holds bytes that will wake the peer; a broken one is found by ``listen``; and who closes
@@ -140,12 +140,12 @@ class NodeMemory:
             with contextlib.suppress(OSError):
                 peer.send(b"!")
 
-    def ring(self) -> None:
+    def wake_self(self) -> None:
         """Lets this rank's own ``listen`` return."""
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
-    def listen(self, seconds: float) -> None:
+    def wait_for_wake(self, seconds: float) -> None:
         """Blocks until another rank calls ``wake``, this one calls ``ring``, a rank ends, or time is over."""
         for descriptor, _ in self._poll.poll(seconds * 1000):
             rank = self._rank_of.get(descriptor)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from accelerate_lshdp.engine.stores.shared.keeping_step import KeepingStep
+from accelerate_lshdp.engine.stores.shared.backward_pacing import BackwardPacing
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.stores.shared.table import MEETINGS, Meeting, NodeTable
+from accelerate_lshdp.engine.stores.shared.table import BARRIER_PURPOSES, BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -30,7 +30,7 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 _NAP_SECONDS = 1.0
 #: How many buckets a rank that keeps in step may be ahead of the others of its node.
 _LEAD = 1
-_TOGETHER = (
+_SAME_CALLS_HINT = (
     "All ranks of a node share its parameters, so they do the same with them together: load_state_dict, clipping and "
     "steps on all ranks or on none. For something of one rank alone, use a copy.deepcopy of the model"
 )
@@ -73,7 +73,7 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        in_step: whether this rank is to keep in step with the others of its node (`keeping_step`).
+        should_pace: whether this rank is to keep in step with the others of its node (`backward_pacing`).
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        in_step: Callable[[], bool] = lambda: False,
+        should_pace: Callable[[], bool] = lambda: False,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
-        self._keeping_step = KeepingStep(in_step if memory.size > 1 else lambda: False)
+        self._pacing = BackwardPacing(should_pace if memory.size > 1 else lambda: False)
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -95,8 +95,8 @@ class NodeReduction:
         self._backward = 0
         self._barriers = 0
         self._collectives = 0
-        self._meeting: Meeting | None = None
-        self._parted: str | None = None  # why ranks no longer come to the same barriers
+        self._purpose: BarrierPurpose | None = None
+        self._barrier_error: str | None = None  # why ranks no longer come to the same barriers
         self._changed = threading.Condition()
         self._queue: deque[_Contribution] = deque()
         self._owned: deque[int] = deque()  # owned buckets that wait for the other ranks of the node
@@ -115,8 +115,8 @@ class NodeReduction:
             self._finish_abandoned()
         self._backward += 1
         self._publish(self._table.entered, self._rank, self._backward)
-        self._memory.ring()
-        self._keeping_step.begin()
+        self._memory.wake_self()
+        self._pacing.begin()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
@@ -131,9 +131,9 @@ class NodeReduction:
             self._queue.append(_Contribution(self._backward, index, gradients, fresh, synchronise))
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
-        self._memory.ring()
+        self._memory.wake_self()
 
-    def keep_step(self, index: int) -> None:
+    def pace(self, index: int) -> None:
         """Waits a moment if this rank, which has handed in a bucket, is too far ahead of the others of its node.
 
         Args:
@@ -141,15 +141,15 @@ class NodeReduction:
         """
         table, behind = self._table, index - _LEAD
         # A rank that has not begun its backward may be busy with something else for long.
-        if behind < 0 or not self._keeping_step.patience or not (table.entered >= self._backward).all():
+        if behind < 0 or not self._pacing.patience or not (table.entered >= self._backward).all():
             return
         begun = now = time.monotonic()
-        ends = begun + self._keeping_step.patience
+        ends = begun + self._pacing.patience
         with self.clock.waiting(), self._changed:
             while table.added[-1, behind] < self._backward and now < ends and self._problem("", late=False) is None:
                 self._changed.wait(timeout=min(_NAP_SECONDS, ends - now))
                 now = time.monotonic()
-        self._keeping_step.waited(now - begun, in_vain=now >= ends)
+        self._pacing.waited(now - begun, timed_out=now >= ends)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -175,13 +175,13 @@ class NodeReduction:
                     complete(index)
                     self._publish(table.final, index, backward)
             self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
-        self._keeping_step.finish()
+        self._pacing.finish()
 
     def abandon(self) -> None:
         """Gives up a backward that failed, on this rank at least; the others of the node wait for it no longer.
 
         What was handed in still goes its way: if the backward failed on all ranks at the same place, they have handed
-        in the same buckets, and the reductions of later backwards keep finding their partners.
+        in the same buckets, and the reductions of later backwards keep finding their partners on other nodes.
         """
         self._abandoned = True
         self._publish(self._table.failed, self._rank, self._backward)
@@ -202,33 +202,37 @@ class NodeReduction:
         self._collectives += 1
         self._publish(self._table.collectives, self._rank, self._collectives)
 
-    def barrier(self, meeting: Meeting) -> None:
+    def barrier(self, purpose: BarrierPurpose) -> None:
         """Waits until all ranks of the node have come here.
 
         Args:
-            meeting: what for.
+            purpose: what for.
 
         Raises:
             RuntimeError: another rank has gone, came for something else, or waits for this one elsewhere.
         """
-        if self._parted is not None:
-            raise RuntimeError(self._parted)
+        if self._barrier_error is not None:
+            raise RuntimeError(self._barrier_error)
         self._barriers += 1
-        meetings = self._table.meetings[self._barriers % 2]
-        meetings[self._rank] = MEETINGS.index(meeting)
-        self._meeting = meeting
+        purposes = self._table.purposes[self._barriers % 2]
+        purposes[self._rank] = BARRIER_PURPOSES.index(purpose)
+        self._purpose = purpose
         self._publish(self._table.arrived, self._rank, self._barriers)
         try:
             with self.clock.waiting():
-                self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), f"come to {meeting.value}")
-            if len(set(meetings.tolist())) > 1:
-                came = (f"local rank {rank} to {MEETINGS[i].value}" for rank, i in enumerate(meetings.tolist()))
-                raise RuntimeError(f"the ranks of this node do different things: {', '.join(came)}. {_TOGETHER}")
+                self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), f"come to {purpose.value}")
+            if len(set(purposes.tolist())) > 1:
+                came = (
+                    f"local rank {rank} to {BARRIER_PURPOSES[i].value}" for rank, i in enumerate(purposes.tolist())
+                )
+                raise RuntimeError(
+                    f"the ranks of this node do different things: {', '.join(came)}. {_SAME_CALLS_HINT}"
+                )
         except RuntimeError as error:
-            self._parted = str(error)
+            self._barrier_error = str(error)
             raise
         finally:
-            self._meeting = None
+            self._purpose = None
 
     def exchange(self, numbers: dict[int, float]) -> np.ndarray:
         """Posts numbers, each place by one rank of the node, and returns those of all ranks.
@@ -242,7 +246,7 @@ class NodeReduction:
         row = self._table.posted[(self._barriers + 1) % 2]
         for place, value in numbers.items():
             row[place] = value
-        self.barrier(Meeting.CLIPPING)
+        self.barrier(BarrierPurpose.CLIPPING)
         return row.copy()
 
     def close(self) -> None:
@@ -252,7 +256,7 @@ class NodeReduction:
         with self._changed:
             self._closed = True
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._memory.ring()
+            self._memory.wake_self()
             self._thread.join()
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
@@ -271,8 +275,8 @@ class NodeReduction:
         """Why there is nothing to wait for any more; None: there is."""
         if self._error is not None:
             return f"summing gradients on this node failed: {self._error}"
-        if (elsewhere := self._elsewhere()) is not None:
-            return f"{elsewhere}, while this one waited for it to {what}. {_TOGETHER}"
+        if (elsewhere := self._find_rank_elsewhere()) is not None:
+            return f"{elsewhere}, while this one waited for it to {what}. {_SAME_CALLS_HINT}"
         failed = self._table.failed >= self._backward
         if failed.any() and not failed[self._rank]:
             return (
@@ -290,16 +294,16 @@ class NodeReduction:
             )
         return None
 
-    def _elsewhere(self) -> str | None:
+    def _find_rank_elsewhere(self) -> str | None:
         """Which rank waits for this one in another place, where it will not come before that one has come here."""
         table = self._table
         # What a rank does later is read first: if it was here before that, this is seen, too.
-        if self._meeting is None:
+        if self._purpose is None:
             ahead = table.arrived > self._barriers
             self._fence()
             for rank in np.flatnonzero(ahead & (table.entered < self._backward)):
-                meeting = MEETINGS[table.meetings[table.arrived[rank] % 2, rank]]
-                return f"local rank {rank} of this node has come to {meeting.value}"
+                purpose = BARRIER_PURPOSES[table.purposes[table.arrived[rank] % 2, rank]]
+                return f"local rank {rank} of this node has come to {purpose.value}"
             return None
         trains, gathers = table.entered > self._backward, table.collectives > self._collectives
         self._fence()
@@ -313,7 +317,7 @@ class NodeReduction:
         """Tells the other ranks by a number in the table."""
         self._fence()
         numbers[place] = value
-        self._memory.wake()
+        self._memory.wake_peers()
 
     def _fence(self) -> None:
         """What this thread has read and written is in order before what follows; for processors that reorder.
@@ -331,7 +335,7 @@ class NodeReduction:
         try:
             while not self._closed:
                 if not self._advance():
-                    self._memory.listen(_NAP_SECONDS)
+                    self._memory.wait_for_wake(_NAP_SECONDS)
                     with self._changed:
                         self._changed.notify_all()
         except BaseException as error:

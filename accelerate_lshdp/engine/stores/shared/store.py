@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.engine.loading import follow_loading
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction, SharedBucket
-from accelerate_lshdp.engine.stores.shared.table import Meeting, NodeTable
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.cpu_binding import one_rank_can_use_the_node
@@ -73,8 +73,8 @@ class NodeSharedModel(PreparedModel):
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and the partners.
-        partners: nodes that sum a bucket.
+        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and ``reducing_ranks``.
+        reducing_ranks: nodes that sum a bucket.
         timeout_seconds: how long to wait for another rank of the node.
 
     Raises:
@@ -90,12 +90,12 @@ class NodeSharedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
-        partners: int,
+        reducing_ranks: int,
         timeout_seconds: float,
     ) -> None:
         super().__init__(module, clock)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._layout = fill_buckets(self._parameters, bucket_bytes, partners)
+        self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._fresh = [True] * len(self._parameters)
@@ -163,7 +163,7 @@ class NodeSharedModel(PreparedModel):
             for index, view in zip(indices, bucket.views, strict=True)
         }
         self._reduction = NodeReduction(
-            memory, table, buckets, self.clock, timeout_seconds, in_step=one_rank_can_use_the_node
+            memory, table, buckets, self.clock, timeout_seconds, should_pace=one_rank_can_use_the_node
         )
         weakref.finalize(self, self._reduction.close)
         node_ranks = topology.node_groups[topology.node]
@@ -194,9 +194,9 @@ class NodeSharedModel(PreparedModel):
         if not torch.compiler.is_compiling():  # traced: the next backward checks
             self._watch.check()
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         # torch copies even where nothing changes ("cpu" to "cpu:0"), out of the memory that the ranks share.
-        return would_stay(convert, self.module, torch.device("cpu"))
+        return is_noop_conversion(convert, self.module, torch.device("cpu"))
 
     # One backward
 
@@ -256,7 +256,7 @@ class NodeSharedModel(PreparedModel):
                 self._gradients[index] = None
             self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
             if self._synchronise and not all_of_them:
-                self._reduction.keep_step(number)
+                self._reduction.pace(number)
 
     def deliver_backward(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
@@ -317,11 +317,11 @@ class NodeSharedModel(PreparedModel):
                 )
         self._watch.check()
         # Until here ranks may compute with the parameters as they were.
-        self._reduction.barrier(Meeting.STEP_BEGINS)
+        self._reduction.barrier(BarrierPurpose.STEP_BEGINS)
 
     def after_step(self) -> None:
         """Waits until all ranks of the node have updated their parameters (collective over the node)."""
-        self._reduction.barrier(Meeting.STEP_ENDS)
+        self._reduction.barrier(BarrierPurpose.STEP_ENDS)
         self._watch.note()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
@@ -329,7 +329,7 @@ class NodeSharedModel(PreparedModel):
 
         Until then others may compute with the parameters as they are, or read them.
         """
-        self._reduction.barrier(Meeting.LOADING)
+        self._reduction.barrier(BarrierPurpose.LOADING)
 
     def parameters_loaded(self) -> None:
         self._watch.forget()
@@ -338,7 +338,7 @@ class NodeSharedModel(PreparedModel):
         self._reduction.collective_begins()
 
 
-def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def hide_unowned_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Takes the gradients of parameters that another rank of the node updates away, so that the optimizer skips them.
 
     Returns:

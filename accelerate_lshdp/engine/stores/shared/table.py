@@ -10,7 +10,7 @@ import numpy as np
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 
 
-class Meeting(Enum):
+class BarrierPurpose(Enum):
     """What the ranks of a node come together for; the value says so in messages."""
 
     STEP_BEGINS = "the optimizer's step"
@@ -20,7 +20,7 @@ class Meeting(Enum):
 
 
 #: In the order of their numbers in the table.
-MEETINGS = list(Meeting)
+BARRIER_PURPOSES = list(BarrierPurpose)
 
 
 class NodeTable:
@@ -32,7 +32,7 @@ class NodeTable:
         final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
         failed: the last backward of each rank that failed, shape (ranks,).
         arrived: how many barriers each rank has come to, shape (ranks,).
-        meetings: which ``Meeting`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
+        purposes: which ``BarrierPurpose`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
         collectives: how many calls for all ranks of the world each rank has made, shape (ranks,).
         posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
             is written.
@@ -41,7 +41,7 @@ class NodeTable:
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
         one_a_rank = ("entered", "failed", "arrived", "collectives")
         self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
-        self._shapes["meetings"] = (2, ranks)
+        self._shapes["purposes"] = (2, ranks)
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
         self._numbers = numbers
         self._posted_place = layout.place(16 * numbers)

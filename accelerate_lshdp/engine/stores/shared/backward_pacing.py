@@ -21,10 +21,10 @@ _ASK_SECONDS = 5.0
 #: How long it waits in one backward, beside the time that the last one took.
 _LEAST_PATIENCE_SECONDS = 1.0
 #: After so many backwards in a row in which its patience came to an end, it waits no more.
-_MOST_IN_VAIN = 3
+_MOST_TIMEOUTS = 3
 
 
-class KeepingStep:
+class BackwardPacing:
     """How patient a rank is.
 
     Args:
@@ -38,13 +38,13 @@ class KeepingStep:
         self._is_wanted, self._asked = False, -math.inf
         self._begun = 0.0
         self._last_seconds = 0.0
-        self._in_vain = 0
+        self._timeouts = 0
         self._left = 0.0
 
     def begin(self) -> None:
         """A backward begins."""
         self._begun = self._clock()
-        if self._in_vain == _MOST_IN_VAIN:
+        if self._timeouts == _MOST_TIMEOUTS:
             return
         if self._begun >= self._asked + _ASK_SECONDS:
             self._is_wanted, self._asked = self._wanted(), self._begun
@@ -55,13 +55,13 @@ class KeepingStep:
         """Seconds that the rank may still wait in this backward."""
         return self._left
 
-    def waited(self, seconds: float, in_vain: bool) -> None:
+    def waited(self, seconds: float, timed_out: bool) -> None:
         """Says how long it has waited, and whether that was to no purpose."""
-        self._left = 0.0 if in_vain else max(0.0, self._left - seconds)
-        self._in_vain += in_vain
+        self._left = 0.0 if timed_out else max(0.0, self._left - seconds)
+        self._timeouts += timed_out
 
     def finish(self) -> None:
         """The backward ends, all ranks of the node having done their part."""
         self._last_seconds = self._clock() - self._begun
         if self._left > 0:
-            self._in_vain = 0
+            self._timeouts = 0
