@@ -19,6 +19,8 @@ from accelerate_lshdp.engine.prepared import PreparedModel
 @contextlib.contextmanager
 def gradients_of_zero(models: Iterable[PreparedModel]) -> Iterator[None]:
     """Inside, what a backward adds to the gradients of these models is an exact 0, NaN and infinities included."""
+    # Hooks of tensors run before the gradient is added to .grad, and in the order of their registration: this one
+    # comes after those of the script.
     leaves = {id(leaf): leaf for model in models for leaf in model.gradient_leaves() if leaf.requires_grad}
     handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves.values()]
     try:

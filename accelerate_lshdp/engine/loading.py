@@ -38,7 +38,7 @@ class _Loading:
 
     def after(self, module: nn.Module, _: Any) -> None:
         prepared = self._prepared()
-        # Once for all parts, which come before the module that holds them.
+        # Once for all parts: torch calls this for each of them, and for the module that holds them last.
         if prepared is not None and self._loaded is not None and self._loaded() is module:
             self._loaded = None
             prepared.parameters_loaded()
@@ -61,6 +61,8 @@ def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> 
         # Torch itself tells of another shape.
         if whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
             mesh, placements = parameter.device_mesh, parameter.placements
+            # Without a source rank each rank cuts its own tensor. The default scatters that of rank 0, in a collective
+            # for each parameter, though all ranks have the same.
             state[prefix + name] = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters on every rank: gradients are averaged in buckets while the backward goes on (``ddp``).
+"""Whole parameters on every rank: gradients are summed in buckets while the backward goes on (``ddp``).
 
 The buckets are fixed from the first step on (torch's DDP rebuilds its own after one step), so a resumed run adds the
 same numbers in the same order as an uninterrupted one.
@@ -29,7 +29,7 @@ class _Bucket:
         self.buffer = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
         pieces = self.buffer.split([p.numel() for _, p in members])
         self.views = {i: piece.view(p.shape) for (i, p), piece in zip(members, pieces, strict=True)}
-        self.filled: set[int] = set()
+        self.filled: set[int] = set()  # indices of the parameters whose gradient is in the buffer in this backward
 
 
 class ReplicatedModel(PreparedModel):
@@ -42,9 +42,9 @@ class ReplicatedModel(PreparedModel):
         module: the model, on its device, identical on all ranks.
         reduction: sums a buffer over all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
+        bucket_bytes: size of a bucket: small ones start earlier, large ones use the network better. None: chosen from
             the model's size and ``reducing_ranks``.
-        reducing_ranks: ranks that sum a bucket.
+        reducing_ranks: number of ranks that sum a bucket.
     """
 
     can_step_locally = True
@@ -60,6 +60,8 @@ class ReplicatedModel(PreparedModel):
     ) -> None:
         super().__init__(module, clock)
         self.world_size = reduction.group.size() if reduction is not None else 1
+        # Losses carry their share of the global batch, and gradients get 1/world as they enter their bucket: together
+        # that is the sum of the shares.
         self.loss_multiplier = float(self.world_size)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._buckets = self._fill_buckets(bucket_bytes, reducing_ranks) if reduction is not None else []
@@ -97,6 +99,8 @@ class ReplicatedModel(PreparedModel):
         number, bucket = self._bucket_of[index]
         view = bucket.views[index]
         gradient = parameter.grad
+        # None: this rank did not use the parameter. Others may have, so zeros travel. In place: an earlier backward
+        # has left the sum there, and autograd has added to it.
         if gradient is None:
             view.zero_()
         elif gradient.data_ptr() == view.data_ptr() and gradient.shape == view.shape:
@@ -126,6 +130,7 @@ class ReplicatedModel(PreparedModel):
         self.forget_cleared()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None
+        # Before autograd: .grad are views of the buckets, which a reduction that was given up may still write to.
         if self._reductions is not None:
             self._reductions.begin()
         for bucket in self._buckets:
@@ -134,6 +139,7 @@ class ReplicatedModel(PreparedModel):
     def deliver_backward(self) -> None:
         if not self._synchronise:
             return
+        # Parameters that this rank did not use: the buckets that wait for them are full then, and travel.
         for bucket in self._buckets:
             for index in bucket.indices:
                 if index not in bucket.filled:
