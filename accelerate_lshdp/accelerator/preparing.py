@@ -30,7 +30,7 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
-from accelerate_lshdp.engine.stores.shared.store import check_optimizer, hide_unowned_gradients
+from accelerate_lshdp.engine.stores.shared.ownership import check_optimizer, hide_unowned_gradients
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.option_advice import option_advice
 

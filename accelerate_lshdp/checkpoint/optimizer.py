@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_lshdp.checkpoint.shards import laid_out_like, local_region
 from accelerate_lshdp.checkpoint.tensors import SafetensorsReader, StoredTensors
 from accelerate_lshdp.checkpoint.typed_json import decode, encode, join
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 
 
 # How a step is carried out, not what it computes: the running script's choice stands, as it fits its device.

@@ -11,7 +11,7 @@ import torch
 
 from accelerate_lshdp.checkpoint.stream import TensorSource
 from accelerate_lshdp.checkpoint.tensors import TensorEntry
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
 from accelerate_lshdp.runtime.profiler_labels import label
 

@@ -1,12 +1,13 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""When a rank waits for the others of its node in the middle of a backward, and when no more.
+"""Paces the backward of a rank: how long it waits in the middle of it for slower ranks of its node.
 
 Gradients of a bucket leave a node when its slowest rank has added its own. Where one rank alone can use all processors
-of the node, a rank that hurries ahead takes time from the slowest and gains nothing: it waits for it in the end.
+of the node, a rank that hurries ahead takes processor time from the slowest one, and gains nothing, as it waits for
+that rank in the end.
 
-Waiting is a courtesy. Nothing may depend on it: a rank may need something of this one first (gradients of another
-model that it does not use itself, a collective of the script). So it ends soon, and for good if that happens again and
-again.
+Correctness does not depend on this wait, and must not: the slower rank may itself need something of this one first
+(gradients of another model, a collective of the script). So each wait is bounded, and after several that timed out in
+a row a rank does not wait any more.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import time
 from collections.abc import Callable
 
 
-#: How often a rank looks whether it is to keep in step: shares of processors change in mid-run.
+#: How often a rank asks whether it should wait at all: shares of processors change in mid-run.
 _ASK_SECONDS = 5.0
-#: How long it waits in one backward, beside the time that the last one took.
+#: How long it waits in one backward at most, beside the seconds that the last one took.
 _LEAST_PATIENCE_SECONDS = 1.0
-#: After so many backwards in a row in which its patience came to an end, it waits no more.
+#: After so many backwards in a row whose wait timed out, a rank waits no more for the rest of the run.
 _MOST_TIMEOUTS = 3
 
 
 class BackwardPacing:
-    """How patient a rank is.
+    """The seconds that a rank may still wait in a backward for slower ranks of its node.
 
     Args:
-        wanted: whether the rank is to keep in step at present.
+        wanted: tells whether the rank should wait for the others at present.
         clock: seconds, monotonic.
     """
 
@@ -42,7 +43,7 @@ class BackwardPacing:
         self._left = 0.0
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begins a backward with the patience that the last ones have earned."""
         self._begun = self._clock()
         if self._timeouts == _MOST_TIMEOUTS:
             return
@@ -56,12 +57,17 @@ class BackwardPacing:
         return self._left
 
     def waited(self, seconds: float, timed_out: bool) -> None:
-        """Says how long it has waited, and whether that was to no purpose."""
+        """Takes a wait off the patience of this backward.
+
+        Args:
+            seconds: that the rank has waited.
+            timed_out: whether the wait ended without the slower rank having caught up.
+        """
         self._left = 0.0 if timed_out else max(0.0, self._left - seconds)
         self._timeouts += timed_out
 
     def finish(self) -> None:
-        """The backward ends, all ranks of the node having done their part."""
+        """Ends a backward in which all ranks of the node have done their part."""
         self._last_seconds = self._clock() - self._begun
         if self._left > 0:
             self._timeouts = 0

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What the ranks of a node tell each other by numbers in shared memory."""
+"""The table in shared memory in which each rank of a node publishes how far it has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 
 
 class BarrierPurpose(Enum):
-    """What the ranks of a node come together for; the value says so in messages."""
+    """What the ranks of a node wait for each other for; the value says so in messages."""
 
     STEP_BEGINS = "the optimizer's step"
     STEP_ENDS = "the end of the optimizer's step"
@@ -24,7 +24,11 @@ BARRIER_PURPOSES = list(BarrierPurpose)
 
 
 class NodeTable:
-    """What each rank of the node has done, in shared memory. Numbers are those of backwards, counted from 1.
+    """What each rank of the node has done, in shared memory. Backwards are numbered from 1.
+
+    Every place has one rank that writes it, and counters only grow: so readers need no lock, and see an older state at
+    worst. Numbers are 8 bytes, aligned, which processors write as a whole. Neither numpy nor Python orders these
+    writes for other processors: ``NodeReduction`` does, around each of them.
 
     Attributes:
         entered: the backward that each rank has begun, shape (ranks,).
@@ -33,7 +37,7 @@ class NodeTable:
         failed: the last backward of each rank that failed, shape (ranks,).
         arrived: how many barriers each rank has come to, shape (ranks,).
         purposes: which ``BarrierPurpose`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
-        collectives: how many calls for all ranks of the world each rank has made, shape (ranks,).
+        collectives: how many collectives of the world each rank has made, shape (ranks,).
         posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
             is written.
     """
