@@ -1,4 +1,4 @@
-"""A checkpoint as a folder: its manifest, and how it comes to be complete under its final name or not at all.
+"""A checkpoint as a folder that is complete under its final name, or not there at all.
 
 A writer fills a hidden folder beside the final name, brings it to the disk, and renames it. The manifest is written
 last, so a folder with a valid manifest is complete even if its writer was killed before the rename. The writer holds a
@@ -32,6 +32,7 @@ from accelerate_lshdp.checkpoint.shared_folder import (
 from accelerate_lshdp.checkpoint.stream import WrittenFile
 
 
+#: Bytes read at once for a checksum.
 READ_BYTES = 1 << 24
 #: A token of this age was left by a killed process; so was a hidden folder, where the file system has no locks.
 LONGEST_ELECTION_SECONDS = 3600.0
@@ -87,7 +88,8 @@ def search(directory: Path) -> list[Found]:
 
 
 def verify(folder: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the files of a checkpoint, or None; reads all of them."""
+    """The first thing that is wrong with the files of a checkpoint, or None; reads all of them."""
+    # Sizes first: they find a truncated file without reading it.
     for name, written in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -110,7 +112,9 @@ def checksum_of(path: Path) -> int:
 
 
 def write_file(path: Path, data: bytes) -> WrittenFile:
-    """Writes a small file and brings it to the disk."""
+    """Writes a small new file and brings it to the disk; returns its size and CRC-32."""
+    # "x": a file of that name would be of another writer of this folder. Flushed from Python's buffer before fsync,
+    # which knows the kernel's pages only.
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -141,6 +145,7 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             writes where tokens of other nodes are seen too late.
     """
     path = _hidden_path(final, save_id, "partial")
+    # Locked before it exists and until it is gone or renamed: a hidden folder whose lock is free is of a dead writer.
     with locked(path):
         os.mkdir(path)
         try:
@@ -150,12 +155,17 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
 
 
 def hook_folder(final: Path, save_id: str) -> Path:
-    """Where others may put what is to be beside our files: inside the hidden folder, under the final name."""
+    """The folder for files that hooks of ``save_state`` write: inside the hidden folder, under the final name."""
+    # Hooks see the path that the script has given save_state as the last part, and may make names of it.
     return _hidden_path(final, save_id, "partial") / final.name
 
 
 def move_hook_files(guest: Path, own: Collection[str]) -> None:
-    """Moves what others put into a guest folder beside our own files, before these are written.
+    """Moves the files that hooks have written beside the checkpoint's own, before these are written.
+
+    Args:
+        guest: from `hook_folder`.
+        own: names of the checkpoint's own files.
 
     Raises:
         FileExistsError: one of them has the name of an own file.
@@ -180,6 +190,7 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
     given this folder its name in the meantime, as `recover` does, nothing is left to be done.
     """
     _rename(folder, final, save_id)
+
     with _unless_denied():
         remove_lock(lock_path(folder), is_old=False)  # of a killed writer; a living one holds it until the end
 
@@ -187,6 +198,8 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
 def _rename(folder: Path, final: Path, save_id: str) -> None:
     replaced: Path | None = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
+        # The names of the files reach the disk before the folder gets its final name: after a power failure there must
+        # be no final name with half of the files. The files themselves were synchronised as they were written.
         _sync_folder(folder)
         # Renamed without a look at what is there: another node may have made or moved it since, or be seen to late.
         try:
@@ -198,6 +211,7 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
         try:
             os.rename(folder, final)
         except OSError:
+            # The older checkpoint gets its name back: a save that fails leaves what was there.
             if replaced is not None:
                 os.rename(replaced, final)
             raise
@@ -205,6 +219,7 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
         if is_gone(error) and is_named(final, save_id):
             return
         raise
+    # The rename itself reaches the disk before the older checkpoint is removed: one of them is always there.
     _sync_folder(final.parent)
     if replaced is not None:
         _keep_foreign_files(replaced, final)
@@ -213,6 +228,8 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
 
 def drop(final: Path) -> None:
     """Removes a checkpoint as a whole: it is out of sight at once, whoever else drops it at the same time."""
+    # One rename first: a reader never sees a folder with some of its files gone, and of several that drop it at the
+    # same time one succeeds.
     hidden = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
         os.rename(final, hidden)
@@ -230,6 +247,7 @@ def recover(final: Path) -> None:
     usable = [found for found in left if found.manifest and verify(found.path, found.manifest) is None]
     if not usable:
         return
+    # By what saves say of their order: times of files change when they are copied, and clocks of nodes differ.
     newest = max(usable, key=lambda found: found.manifest.age)
     current = _inspect(final, "").manifest
     if current is None or current.age < newest.manifest.age:
@@ -241,6 +259,7 @@ def remove_leftovers(parent: Path) -> None:
 
     What other users left there, and this one may not remove, stays: it is in nobody's way.
     """
+    # Complete ones get their name before anything is removed: a writer may have been killed between its two renames.
     for name in {name for _, name in _abandoned(parent)}:
         with _unless_denied():
             recover(parent / name)
@@ -258,7 +277,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def is_named(final: Path, save_id: str) -> bool:
-    """Whether a checkpoint of this save has its final name."""
+    """Whether the checkpoint under a final name is of this save."""
     found = _inspect(final, "").manifest
     return found is not None and found.save_id == save_id
 
@@ -319,6 +338,7 @@ def _hidden(parent: Path) -> list[tuple[Path, str]]:
 
 def _abandoned(parent: Path) -> list[tuple[Path, str]]:
     """Hidden folders of names that no living writer is about to replace."""
+    # By names, not by folders: while a writer lives, the older checkpoint that it has just renamed is hidden, too.
     hidden = _hidden(parent)
     busy = {name for path, name in hidden if in_use(path)}
     return [(path, name) for path, name in hidden if name not in busy]
@@ -329,6 +349,7 @@ def _hidden_path(final: Path, save_id: str, kind: str) -> Path:
 
 
 def _keep_foreign_files(replaced: Path, final: Path) -> None:
+    """Moves files that users put into a replaced checkpoint (a README, say) into the new one."""
     found = _inspect(replaced, "")
     if found.manifest is None:  # nothing says which files are ours
         return
@@ -342,6 +363,7 @@ def _keep_foreign_files(replaced: Path, final: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
+    # What fsync of a file does not do: the entries of its folder are data of the folder (fsync(2)).
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

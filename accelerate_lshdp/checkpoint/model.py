@@ -40,6 +40,8 @@ class ModelTensors:
         """Reads `model.state_dict`, which also brings FSDP2's modules back to their sharded state."""
         model = unwrap(model)
         result = cls()
+        # `keep_vars` gives the parameters themselves: their ids tell tied ones, and nothing is copied. By state_dict,
+        # so that hooks of the script and of FSDP2 are called as in any save.
         first_name: dict[int, str] = {}
         for raw_name, value in model.state_dict(keep_vars=True).items():
             name = plain_name(raw_name)
@@ -101,6 +103,8 @@ def stream_full_state(
         for alias, first in found.aliases.items():
             names[first].append(alias)
     for first, tensor in found.tensors.items():
+        # By all ranks, wanted or not: it is a collective. Dropped before the next one, so that a rank holds one full
+        # tensor at a time.
         full = gather_full(tensor)
         value = full.cpu() if wanted else None
         del full

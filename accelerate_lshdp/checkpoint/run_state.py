@@ -1,4 +1,4 @@
-"""Saving and loading a run: one format for all strategies, complete on every node, never half-written.
+"""Saves and loads a run: one format for all strategies, complete on every node, never half-written.
 
 The format is described in `contents` (files), `typed_json` (values) and `folder` (the folder and its manifest). No
 pickle is read or written without `trust_checkpoint`.
@@ -49,6 +49,7 @@ from accelerate_lshdp.runtime.object_exchange import (
     object_from,
     raise_failure_on_all_ranks,
 )
+from accelerate_lshdp.runtime.profiler_labels import label
 
 
 __all__ = [
@@ -66,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside the objects that were restored in place.
+    """The values of a checkpoint that are returned, beside the objects that were restored in place.
 
     Attributes:
         path: where this node has it.
@@ -128,9 +129,12 @@ def save_checkpoint(
         RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
             as it was before on every node, unless the message says that renaming failed.
     """
+    # The real path: a rename would replace a symbolic link, and leave the checkpoint that it leads to.
     final = Path(os.path.realpath(directory))
     contents = None if before_writing else collect(objects, layout, trust_checkpoint)
     elected = elect_writer(final, layout)
+    # Errors are collected in `attempt` and raised on all ranks at the next barrier: a rank that has failed still takes
+    # part in every collective on the way there.
     attempt = Attempt()
     with ExitStack() as stack:
         generation = 0
@@ -139,6 +143,7 @@ def save_checkpoint(
             attempt(lambda: remove_leftovers(final.parent))
         if layout.is_writer:  # of all nodes: one that shares the folder may see late what another one wrote
             generation = attempt(lambda: newest_generation(final.parent)) or 0
+        # Over all nodes, so that the order of saves is the same everywhere, also for a node that lacks some of them.
         generation = max(all_objects(generation)) + 1
         save_id = object_from(0, uuid.uuid4().hex)
         folder = None
@@ -148,6 +153,7 @@ def save_checkpoint(
             aside = hook_folder(final, save_id)
             if folder is not None:
                 attempt(aside.mkdir)
+        # Before hooks and gathers, which take long: a folder that cannot be written is told at once.
         raise_failure_on_all_ranks(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
             objects = replace(objects, left_out=before_writing(str(aside)))
@@ -155,9 +161,12 @@ def save_checkpoint(
             if folder is not None:
                 attempt(lambda: move_hook_files(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
+        # Last: a folder with a manifest is complete.
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
+        # A barrier between writing and renaming: no node replaces its older checkpoint before the new one is complete
+        # on all of them.
         raise_failure_on_all_ranks(f"writing checkpoint {final}", attempt.error)
         with errors_on_all_ranks(f"renaming checkpoint {final} to its final name"):
             if folder is not None:
@@ -205,11 +214,14 @@ def load_checkpoint(
         saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
         if check_run is not None:
             check_run(saved.loaders, saved.extra)
-    with errors_on_all_ranks(f"restoring checkpoint {path}"):
+    # Two blocks, with a barrier between them: nothing is changed on any rank before all ranks have found that it fits.
+    with errors_on_all_ranks(f"restoring checkpoint {path}"), label("checkpoint_read"):
         saved.apply()
         random_state = saved.random_state(layout.rank) if same_plan else None
         usable = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
-    rng_restored = all(all_objects(usable))  # on all ranks or on none
+    # On all ranks or on none: restored and derived streams together could repeat each other's numbers.
+    rng_restored = all(all_objects(usable))
+    # Last, as restoring objects may draw numbers.
     with errors_on_all_ranks(f"restoring the random numbers of checkpoint {path}"):
         if rng_restored:
             checkpoint_rng.restore(random_state, layout.device)
@@ -275,22 +287,25 @@ def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str |
 def _write(contents: Contents, folder: Path | None, layout: NodeLayout, attempt: Attempt) -> dict[str, WrittenFile]:
     """Streams all files into `folder`, if this rank has one; failures are kept in `attempt` (collective)."""
     files: dict[str, WrittenFile] = {}
-    for name, sources in contents.tensors.items():
-        writes = folder is not None and attempt.error is None
-        written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
-        attempt.error = attempt.error or error
-        if written is not None:
-            files[name] = written
-    if folder is not None:
-        for name, data in contents.files.items():
-            written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+    with label("checkpoint_write"):
+        for name, sources in contents.tensors.items():
+            # A rank that does not write, or no longer does, still takes part in gathering every tensor.
+            writes = folder is not None and attempt.error is None
+            written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
+            attempt.error = attempt.error or error
             if written is not None:
                 files[name] = written
+        if folder is not None:
+            for name, data in contents.files.items():
+                written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+                if written is not None:
+                    files[name] = written
     return files
 
 
 def _warn_of_drift(files: list[dict[str, WrittenFile] | None], final: Path, layout: NodeLayout) -> None:
     """Says on rank 0 if nodes wrote different values of what should be replicas."""
+    # By checksums, which all nodes have anyway: replicas that have drifted apart show here for free.
     copies = [written for written in files if written is not None]
     drifted = [name for name in copies[0] if any(copy[name] != copies[0][name] for copy in copies)]
     if drifted and layout.rank == 0:

@@ -1,4 +1,4 @@
-"""Full tensors from wherever they live into a file on each node, one tensor at a time."""
+"""Streams full tensors, whole or sharded in this run, into a file on each node, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tenso
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where the full tensor of one entry comes from.
+    """The source of the full tensor of one entry: this rank's value, shards of a mesh, or another rank.
 
     Attributes:
         entry: name, dtype and full shape.
@@ -38,6 +38,7 @@ class TensorSource:
 
     def full(self, layout: NodeLayout) -> torch.Tensor:
         """The full tensor on this rank (collective)."""
+        # Which way it comes is the same on all ranks, as they have the same list of sources.
         if self.rank is None:
             return gather_full(self.tensor)
         return broadcast_tensor(self.tensor, self.entry.shape, self.entry.dtype, self.rank, layout, self.group)
@@ -59,6 +60,7 @@ def stream_to_file(
     A writer that fails goes on taking part, so that no other rank waits for it in vain: the caller has to exchange the
     error that is returned.
     """
+    # The order of the file, on all ranks, writers or not: each tensor is a collective.
     by_name = {source.entry.name: source for source in sources}
     order = [by_name[entry.name] for entry in in_file_order(source.entry for source in sources)]
     writer: SafetensorsWriter | None = None
@@ -70,6 +72,7 @@ def stream_to_file(
             error = caught
     for source in order:
         full = source.full(layout)
+        # A disk that is full ends the writing here, not the rounds of gathering.
         if writer is not None and error is None:
             try:
                 writer.write(source.entry.name, full)
@@ -78,6 +81,7 @@ def stream_to_file(
         del full  # before the next one is gathered
     if writer is None:
         return None, error
+    # Without an error this flushes and synchronises the file; with one it only closes it.
     try:
         writer.__exit__(type(error) if error else None)
     except (OSError, ValueError) as caught:
@@ -113,6 +117,7 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
     error = error or failed
     if is_writer and error is None:
         try:
+            # Atomic: readers see the old file or the new one, whole.
             os.replace(partial, path)
         except OSError as caught:
             error = caught

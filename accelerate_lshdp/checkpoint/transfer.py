@@ -1,4 +1,4 @@
-"""All nodes get the newest checkpoint that is complete on some node."""
+"""Finds the newest checkpoint that is complete on some node, and brings it to all nodes."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def elect_writer(final: Path, layout: NodeLayout) -> bool:
     Raises:
         RuntimeError: on all ranks, if a parent folder cannot be written.
     """
+    # New each time, so that a token that a killed process has left says nothing.
     token = object_from(0, uuid.uuid4().hex)
     tokens = [token_path(final, token, node) for node in range(layout.num_nodes)]
     left = False
@@ -87,6 +88,7 @@ def elect_writer(final: Path, layout: NodeLayout) -> bool:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 tokens[layout.node].touch(exist_ok=False)
                 left = True
+        # The first block ends with a barrier: all tokens are there when anybody looks.
         with errors_on_all_ranks(f"reading {final.parent}"):
             elected = layout.is_writer and not any(path.exists() for path in tokens[: layout.node])
     finally:
@@ -119,20 +121,23 @@ def find_newest(
     with errors_on_all_ranks(f"searching for checkpoints in {directory}"):
         if layout.is_writer:
             found = search(directory)
+    # Reversed, so that of several copies of one save the first one found stays: that with the final name.
     mine = {item.manifest.save_id: item for item in reversed(found) if item.manifest is not None}
     unreadable = [item.problem for item in found if item.problem is not None]
-    told = all_objects(([item.manifest.age for item in mine.values()], unreadable))
-    problems = [f"node of rank {rank}: {text}" for rank, (_, texts) in enumerate(told) for text in texts]
-    for age in sorted({tuple(age) for ages, _ in told for age in ages}, reverse=True):
+    findings = all_objects(([item.manifest.age for item in mine.values()], unreadable))
+    problems = [f"node of rank {rank}: {text}" for rank, (_, texts) in enumerate(findings) for text in texts]
+    # All ranks go through the same list, from the newest on, and stop at the same place: each round is a collective.
+    for age in sorted({tuple(age) for ages, _ in findings for age in ages}, reverse=True):
         save_id = age[-1]
         candidate = mine.get(save_id)
         problem = None
+        # One checkpoint at a time, since reading all files of all of them takes long, and the newest is mostly whole.
         if candidate is not None:
             problem = verify(candidate.path, candidate.manifest)
             problem = problem or find_content_error(candidate.path, candidate.manifest, check_document)
         path = str(candidate.path) if candidate and problem is None else None
-        said = candidate.manifest.files[TRAINING].crc32 if path else None
-        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, said))
+        document_crc32 = candidate.manifest.files[TRAINING].crc32 if path else None
+        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, document_crc32))
         problems += [f"node {answer[0]}: {answer[3]}" for answer in answers if answer[3] is not None]
         holders = [rank for rank, answer in enumerate(answers) if answer[1] is not None]
         if len({answers[rank][4] for rank in holders}) > 1:
@@ -163,6 +168,7 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
     in_place = all(all_objects(here is not None and Path(here) == final))
     if not in_place:
         _name_or_send(newest, final, here, layout)
+    # A node that shares its folder with the one that wrote may see the new name late.
     with errors_on_all_ranks(f"reading checkpoint {final}"):
         wait_until(lambda: is_named(final, newest.save_id), final.parent, f"checkpoint {final}")
     return final
@@ -201,6 +207,7 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
             check_replaceable(final)
     # An identity of its own: a transfer of this checkpoint that was killed may have left a folder.
     text, manifest, identity = object_from(newest.source, (text, manifest, uuid.uuid4().hex))
+    # From here on a rank that fails keeps its error, and takes part in all broadcasts.
     attempt = Attempt()
     with ExitStack() as stack:
         folder = None
@@ -231,6 +238,7 @@ def _send_file(
     buffer = torch.empty(min(CHUNK_BYTES, written.bytes), dtype=torch.uint8)
     reader = attempt(lambda: open(source_folder / name, "rb")) if source_folder is not None else None
     writer = attempt(lambda: open(target_folder / name, "xb")) if target_folder is not None else None
+    # As many broadcasts on all ranks: their number comes from the manifest, and not from what a rank can read.
     for start in range(0, written.bytes, CHUNK_BYTES):
         chunk = buffer[: written.bytes - start]
         if reader is not None:
@@ -241,6 +249,7 @@ def _send_file(
             attempt(lambda chunk=chunk: writer.write(chunk.numpy()))
     if writer is not None:
         attempt(lambda: _to_disk(writer))
+        # Of what arrived, computed on the way: a source that reads damaged bytes must not spread them.
         if checksum != written.crc32 and attempt.error is None:
             attempt.error = ValueError(f"{name} arrived damaged: its checksum does not match the manifest")
     for file in (reader, writer):

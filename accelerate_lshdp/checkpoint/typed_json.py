@@ -38,13 +38,16 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         NotPlainError: naming the path and the type of a value that would not come back as it is.
     """
+    # By exact type: a subclass would come back as its base. Types that are not known are an error, never a guess.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
+    # JSON has no infinities and no NaN; repr gives back the same bits of any other float.
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
     if kind is list:
         return [encode(item, join(path, str(index)), tensors) for index, item in enumerate(value)]
+    # A dictionary with a key "$" would be taken for one of ours, so it goes the way of those with other keys.
     if kind is dict and "$" not in value and all(type(key) is str for key in value):
         return {key: encode(item, join(path, key), tensors) for key, item in value.items()}
     if kind in _MAPPING_NAMES:
@@ -84,6 +87,7 @@ def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in document.items()}
     kind = document["$"]
     if kind in _MAPPINGS:
+        # Pairs in a list, so that keys of any type are decoded as values are, and keep their order.
         return _MAPPINGS[kind](dict(decode(document["items"], tensors)))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(document["items"], tensors))
@@ -113,7 +117,7 @@ def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def tensor_paths(document: Any) -> list[str]:
-    """Names of all tensors that belong to a document."""
+    """The paths of all tensors that a document refers to."""
     if isinstance(document, list):
         return [path for item in document for path in tensor_paths(item)]
     if not isinstance(document, dict):

@@ -1,4 +1,4 @@
-"""Which backend this process should train on, told to accelerate before any of its state exists."""
+"""Chooses the device that this process trains on, and sets it for accelerate before any of its state exists."""
 
 from __future__ import annotations
 
@@ -40,25 +40,29 @@ def prepare_environment() -> bool:
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
+        # Before the process group: threads of gloo that are started later inherit where this process may run.
         apply_cpu_share()
         keep_freed_memory()
     return on_cpu
 
 
 def prepare_at_first_state() -> None:
-    """Lets a launched CPU rank settle as soon as its first accelerate state is made, and know the other ranks then.
+    """Lets a launched CPU rank prepare its environment, and join the others, when its first accelerate state is made.
 
     For modules whose import says that the script trains with them: importing changes nothing yet, but the
     ``TrainingArguments`` that a script makes before its Trainer already tell it which rank it is.
     """
     from accelerate.state import PartialState
 
+    # accelerate has no hook there. Marked, as several modules may ask for it, and each would wrap the one before.
     initialise = PartialState.__init__
     if getattr(initialise, "_prepares_environment", False):
         return
 
     @functools.wraps(initialise)
     def settled(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        # Only the first: later states share its values, and the environment must not change under a script that
+        # trains.
         first = not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1
         initialise(self, first and prepare_environment() or cpu, **kwargs)
 
@@ -73,6 +77,7 @@ def _is_single_process_state() -> bool:
     """
     from accelerate.state import PartialState  # here, because the shim needs this module while accelerate is imported
 
+    # Private, but it is read without making a state, which would be the one process that this asks about.
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched > 1 and PartialState._shared_state.get("num_processes", launched) == 1
 
@@ -88,7 +93,7 @@ def refuse_single_process_state() -> None:
 
 
 def join_launched_ranks() -> None:
-    """Makes the state of a lonely CPU rank anew, in place: ``TrainingArguments`` that hold it see all ranks then.
+    """Makes the state of a CPU rank that knows one process anew, in place: objects that hold it see all ranks then.
 
     Leaves it alone once an accelerator was made with it.
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save or load: small objects, tensors, and whether something failed."""
+"""Exchange between ranks while they save or load: small objects, tensors, and whether something failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The place of this rank. The rank with local rank 0 reads and writes the files of its node.
+    """The place of this rank in the world. The rank with local rank 0 reads and writes the files of its node.
 
     Raises:
         ValueError: if it contradicts the process group.
@@ -61,6 +61,8 @@ def raise_failure_on_all_ranks(what: str, error: BaseException | str | None) -> 
         message = f"{what} failed: {type(error).__name__}: {error}"
     else:
         message = error and f"{what} failed: {error}"
+    # A text is passed, so that all ranks compare the same kind of message; the exception stays the cause on its own
+    # rank.
     try:
         raise_on_all_ranks(message)
     except RuntimeError as agreed:
@@ -94,7 +96,7 @@ class Attempt:
 
 
 def all_objects(value: Any) -> list[Any]:
-    """One picklable value a rank, in rank order, on every rank."""
+    """Gathers one picklable value a rank, in rank order, on every rank (collective)."""
     if not _is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -103,7 +105,7 @@ def all_objects(value: Any) -> list[Any]:
 
 
 def object_from(source: int, value: Any) -> Any:
-    """Rank `source`'s value on every rank; the other ranks' values are ignored."""
+    """Broadcasts rank `source`'s picklable value; the other ranks' values are ignored (collective)."""
     if not _is_distributed():
         return value
     box = [value if dist.get_rank() == source else None]
@@ -118,6 +120,7 @@ def broadcast_bytes(
 
     A world without a backend for CPU tensors (nccl alone) is served through `device`.
     """
+    # Sizes are the same on all ranks, so all of them skip an empty buffer.
     if not _is_distributed() or buffer.numel() == 0:
         return
     if _carries_cpu_tensors():
@@ -142,8 +145,16 @@ def broadcast_tensor(
     layout: NodeLayout,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Rank `source`'s plain tensor as a CPU tensor on every rank (of the group), whatever its dtype; others may pass
-    None."""
+    """Broadcasts rank `source`'s plain tensor as a CPU tensor to every rank (of the group), whatever its dtype.
+
+    Args:
+        tensor: on rank `source`; others may pass None.
+        shape: of the tensor, known on all ranks.
+        dtype: of the tensor, known on all ranks.
+        source: rank in the world.
+        layout: the place of this rank.
+        group: the ranks that take part; None: all.
+    """
     if layout.rank == source:
         value = tensor.detach().cpu().contiguous()
     else:

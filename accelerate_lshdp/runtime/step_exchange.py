@@ -1,4 +1,4 @@
-"""The few numbers that ranks tell each other in a step, over the host so that no device has to be waited for."""
+"""Sums the few numbers that ranks exchange in a step, over the host so that no device has to be waited for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-#: Calls in which all ranks take part.
+#: Calls in which all ranks take part; their numbers, from 1, are what ranks send.
 ANNOUNCED_CALLS = (
     "backward",
     "gather",
@@ -27,7 +27,7 @@ ANNOUNCED_CALLS = (
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others at the end of a step's backward."""
+    """The values that a rank sends to all others at the end of a step's backward."""
 
     compute_seconds: float
     """In the step's forwards and backwards, without communication."""
@@ -54,11 +54,11 @@ class RankReport(NamedTuple):
 
 
 class Announcement:
-    """A call in which all ranks take part, announced on all of them."""
+    """A call in which all ranks take part, announced on all of them, and not yet checked."""
 
-    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
+    def __init__(self, work: dist.Work, calls: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
         self._work = work
-        self._told = told
+        self._calls = calls
         self._counts = counts
         self._clock = clock
 
@@ -70,7 +70,7 @@ class Announcement:
         """
         with self._clock.waiting():
             self._work.wait()
-        early = {rank: ANNOUNCED_CALLS[int(call) - 1] for rank, call in enumerate(self._told.tolist()) if call}
+        early = {rank: ANNOUNCED_CALLS[int(call) - 1] for rank, call in enumerate(self._calls.tolist()) if call}
         if early:
             made = ", ".join(f"{call} (rank {rank})" for rank, call in early.items())
             raise RuntimeError(
@@ -82,7 +82,7 @@ class Announcement:
 
 
 class PendingReports:
-    """What ranks are telling each other, while their last gradients travel."""
+    """The reports of all ranks while they are being exchanged, beside the last gradients."""
 
     def __init__(
         self, work: dist.Work | None, total: torch.Tensor, shape: torch.Size, lengths: Sequence[int], clock: WaitClock
@@ -94,7 +94,7 @@ class PendingReports:
         self._clock = clock
 
     def wait(self) -> tuple[list[RankReport], list[torch.Tensor]]:
-        """What all ranks told: the same bits on all of them.
+        """Waits for the reports of all ranks, which have the same bits on all of them.
 
         Returns:
             The reports, one a rank; and for each model how many ranks used each parameter.
@@ -102,13 +102,13 @@ class PendingReports:
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
-        told, *counts = self._total.split([self._shape.numel(), *self._lengths])
-        rows = told.view(self._shape).tolist()
+        reports, *counts = self._total.split([self._shape.numel(), *self._lengths])
+        rows = reports.view(self._shape).tolist()
         return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
 
 
 class PendingRows:
-    """A row of numbers that each rank tells the others; those who do not need them need not wait."""
+    """Rows of numbers, one a rank, while they are being exchanged; ranks that do not need them need not wait."""
 
     def __init__(self, work: dist.Work | None, rows: torch.Tensor, clock: WaitClock) -> None:
         self._work = work
@@ -116,7 +116,7 @@ class PendingRows:
         self._clock = clock
 
     def wait(self) -> list[list[float]]:
-        """The rows of all ranks."""
+        """Waits for the rows of all ranks; shape (world, numbers of a row)."""
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
@@ -124,7 +124,7 @@ class PendingRows:
         return self._rows.tolist()
 
 
-#: The group for what is told of losses, of each world.
+#: The group in which ranks exchange rows about losses, one a world.
 _loss_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -149,6 +149,7 @@ class StepExchange:
         self._before_backward_group: dist.ProcessGroup | None = None
         self._loss_group: dist.ProcessGroup | None = None
         if world_size > 1:
+            # Numbers are on the host, where gloo takes them; another backend would need a device, and a wait for it.
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
             if counts is not None:
@@ -167,10 +168,11 @@ class StepExchange:
         """
         if self._announcement_group is None:
             return None
-        told = torch.zeros(self.world_size, dtype=torch.float64)
-        told[self.rank] = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
+        # A sum of vectors in which each rank fills its own place: all get the same bits, in one collective.
+        calls = torch.zeros(self.world_size, dtype=torch.float64)
+        calls[self.rank] = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
         return Announcement(
-            dist.all_reduce(told, group=self._announcement_group, async_op=True), told, self.counts, self.clock
+            dist.all_reduce(calls, group=self._announcement_group, async_op=True), calls, self.counts, self.clock
         )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -188,6 +190,7 @@ class StepExchange:
         """
         if self.group is None or self._beside_gradients_group is not None:
             return
+        # A group of its own: gradients are under way in the others, in an order that may differ from rank to rank.
         self._beside_gradients_group = new_group(backend="gloo")
         if shard_groups is None or max(map(len, shard_groups)) == 1:
             return
@@ -220,9 +223,9 @@ class StepExchange:
             self._loss_group = _loss_groups[dist.group.WORLD]
 
     def share_row(self, row: Sequence[float]) -> PendingRows:
-        """Begins to tell every rank a row of numbers, as many on all of them; does not wait.
+        """Begins to send a row of numbers to every rank, as many on all of them; does not wait.
 
-        On a group of its own: a rank whose others do not tell anything must not meet their gradients.
+        It goes over a group of its own: where other ranks send no row, it must not be matched with their gradients.
         """
         rows = torch.zeros(self.world_size, len(row), dtype=torch.float64)
         rows[self.rank] = torch.tensor(row, dtype=torch.float64)
@@ -230,13 +233,15 @@ class StepExchange:
         return PendingRows(work, rows, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
-        """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.
+        """Begins to exchange what each rank reports, and which parameters any rank used; does not wait.
 
         Args:
             report: of this rank.
             usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
+        # One message for everything, in float64, which holds the integers (up to 2**53) and the counts exactly. Its
+        # length is fixed: a rank that has left the step of the others must still send as many numbers.
         reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
         reports[self.rank] = torch.tensor(report, dtype=torch.float64)
         total = torch.cat([reports.flatten(), *usages])

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Waiting until torch's own threads have nothing left to do.
+"""Waits until torch's own threads have nothing left to do.
 
 After a collective has ended for its caller, the thread of gloo that ran it still drops what it holds: tensors and
 other objects of Python, for which it enters the interpreter. Nothing in torch says when that is over; the kernel does.
@@ -51,6 +51,7 @@ def _states(prefix: str) -> list[str]:
         if task.name == own:
             continue
         try:
+            # The name is in parentheses and may hold some itself, so it ends at the last one.
             name, _, rest = (task / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
         except OSError:  # the thread ended between listing and reading
             continue

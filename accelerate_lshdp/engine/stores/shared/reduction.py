@@ -292,7 +292,7 @@ class NodeReduction:
         return None
 
     def _find_rank_elsewhere(self) -> str | None:
-        """Describes a rank that waits for this one at another call, so that both would wait for ever; None: no rank."""
+        """Describes a rank that waits for this one at another call, so that neither would ever go on, or None."""
         table = self._table
         # What a rank does later is read first: if it was here before that, this is seen, too.
         if self._purpose is None:
