@@ -77,7 +77,7 @@ class Contents:
     files: dict[str, bytes]
 
 
-#: Prefix of `extra_tensors` below `rank_path`.
+#: Prefix of `extra_tensors` below `rank_path`. Part of the file format, as are the names that the two functions make.
 EXTRA = "extra/"
 
 
@@ -113,6 +113,8 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
     with errors_on_all_ranks("collecting what is to be saved"):
         everything = [ModelTensors.of(model) for model in objects.models]
         names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
+        # Names of parameters count all models, since optimizers hold those of models that hooks save, too; files count
+        # the models that are saved here.
         models = [model for index, model in enumerate(everything) if index not in objects.left_out]
         for index, model in enumerate(models):
             own[f"model_{index}.safetensors"] = [TensorSource.of(*item) for item in model.tensors.items()]
@@ -251,6 +253,7 @@ def _with_buffers_of_rank_0(
     files: dict[str, list[TensorSource]], differing: Sequence[str]
 ) -> dict[str, list[TensorSource]]:
     """`files` with one value for buffers that differ between ranks, such as running means of local batches."""
+    # A tensor has one value in the model's file; the values of all ranks are in rank_tensors.safetensors beside it.
     chosen = set(differing)
     result = {}
     for file, sources in files.items():

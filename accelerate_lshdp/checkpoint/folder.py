@@ -58,7 +58,7 @@ class Found:
 
 
 def search(directory: Path) -> list[Found]:
-    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete.
+    """Searches for checkpoints: `directory` if it is one, or else those in it; with what killed writers left complete.
 
     Folders in it that this user may not look into are found as well, with that as their problem.
 
@@ -66,6 +66,7 @@ def search(directory: Path) -> list[Found]:
         PermissionError: this user may not look into `directory` itself.
     """
     found = []
+    # Under the final name first: a caller that finds one save twice takes the first of the two.
     if holds_file(directory / MANIFEST):
         found.append(_inspect(directory, ""))
     for path, name in _abandoned(directory.parent):
@@ -74,6 +75,7 @@ def search(directory: Path) -> list[Found]:
     if found:
         return found
     for path in entries(directory):
+        # Hidden folders come below, those of living writers excepted.
         if path.name.startswith("."):
             continue
         holds = may_hold(path, MANIFEST)
@@ -227,7 +229,7 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
 
 
 def drop(final: Path) -> None:
-    """Removes a checkpoint as a whole: it is out of sight at once, whoever else drops it at the same time."""
+    """Removes a checkpoint as a whole: it is out of sight at once; other nodes may drop it at the same time."""
     # One rename first: a reader never sees a folder with some of its files gone, and of several that drop it at the
     # same time one succeeds.
     hidden = _hidden_path(final, uuid.uuid4().hex, "replaced")
@@ -243,6 +245,7 @@ def drop(final: Path) -> None:
 
 def recover(final: Path) -> None:
     """Gives `final` its name: the newest complete folder that a killed writer left, if `final` is older or missing."""
+    # Verified in full: only a folder whose files are all whole may take the place of an older checkpoint.
     left = [_inspect(path, "") for path, name in _abandoned(final.parent) if name == final.name]
     usable = [found for found in left if found.manifest and verify(found.path, found.manifest) is None]
     if not usable:
@@ -265,7 +268,9 @@ def remove_leftovers(parent: Path) -> None:
             recover(parent / name)
     for path, _ in _abandoned(parent):
         with _unless_denied():
-            free = is_free(path)  # None: nothing but its age tells whether a living writer has it
+            # Asked again for each: time has passed since the list was made, as `recover` reads whole checkpoints. None:
+            # nothing but its age tells whether a living writer has it.
+            free = is_free(path)
             if free or (free is None and _is_old(path)):
                 remove_tree(path)
     for path in entries(parent):
@@ -318,7 +323,8 @@ def _unless_denied() -> Iterator[None]:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether nothing there has changed for longer than anybody writes without a pause."""
+    """Whether nothing at a path has changed for `LONGEST_ELECTION_SECONDS`; a save never pauses for so long."""
+    # The files in it, too: a folder's own time changes with its names only, not while a large file is written.
     times = [changed_at(part) for part in (path, *entries(path))]
     return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
 

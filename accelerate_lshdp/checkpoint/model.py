@@ -45,6 +45,7 @@ class ModelTensors:
         first_name: dict[int, str] = {}
         for raw_name, value in model.state_dict(keep_vars=True).items():
             name = plain_name(raw_name)
+            # Extra state is whatever a module returns, tensors among others; it goes back by `set_extra_state`.
             prefix, _, last = raw_name.rpartition(".")
             if last == _EXTRA_STATE:
                 result.extra_state[plain_name(prefix)] = value
@@ -67,6 +68,7 @@ class ModelTensors:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel and torch.compile."""
+    # In any order and depth: a compiled module may be wrapped, and a wrapped one compiled.
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

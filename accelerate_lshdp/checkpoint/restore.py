@@ -88,6 +88,7 @@ class SavedModels:
                 lambda tensor=tensor, region=region, entry=entry: copy_into(tensor, reader.read(entry.name, region))
             )
         compare_names(f"modules of model {index} with extra state", set(saved["extra_state"]), set(model.modules))
+        # Bound as defaults: a closure would see the last module of the loop.
         for name, state in decode(saved["extra_state"], self._shared).items():
             self._steps.append(lambda module=model.modules[name], state=state: module.set_extra_state(state))
 
@@ -161,6 +162,8 @@ class SavedTraining(SavedModels):
                     "it is read; pass trust_checkpoint=True if you trust everyone who can write the checkpoint"
                 )
             return pickle.loads((self.folder / saved["pickle"]).read_bytes())
+        # The object's present state says where its tensors belong (a device, shards of a mesh); the document knows
+        # values only, as the run may have another strategy now.
         paths = tensor_paths(saved["state"])
         now: dict[str, torch.Tensor] = {}
         if paths:

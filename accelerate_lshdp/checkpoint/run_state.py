@@ -138,6 +138,7 @@ def save_checkpoint(
     attempt = Attempt()
     with ExitStack() as stack:
         generation = 0
+        # Leftovers go before this save makes a hidden folder of its own, and before its space is needed.
         if elected:
             attempt(lambda: check_replaceable(final))
             attempt(lambda: remove_leftovers(final.parent))
@@ -145,6 +146,7 @@ def save_checkpoint(
             generation = attempt(lambda: newest_generation(final.parent)) or 0
         # Over all nodes, so that the order of saves is the same everywhere, also for a node that lacks some of them.
         generation = max(all_objects(generation)) + 1
+        # One identity on all nodes: by it nodes later find that they have the same checkpoint.
         save_id = object_from(0, uuid.uuid4().hex)
         folder = None
         if elected:
@@ -205,6 +207,7 @@ def load_checkpoint(
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
+    # First on all nodes, so that every rank reads from its own node: nothing below sends tensors between nodes.
     path = _on_all_nodes(directory, layout, check_document)
     if before_reading:
         objects = replace(objects, left_out=before_reading(str(path)))

@@ -3,7 +3,7 @@
 
 A network file system also shows late what another node did, and says of what another node removed that its handle is
 stale. A folder such as /tmp holds things of other users, which this one may neither read nor remove. None of this is
-an error of whoever looks.
+an error of the run that looks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def changed_at(path: Path) -> float | None:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file, unless somebody else did."""
+    """Removes a file; it is no error if another process has removed it."""
     try:
         path.unlink()
     except OSError as error:

@@ -104,6 +104,7 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
     sources = [TensorSource.of(name, tensor) for name, tensor in ModelTensors.of(model).tensors.items()]
     folder, name = os.path.split(os.fspath(path))
     # Of this node alone: the writers of all nodes write at the same time, and may share the folder.
+    # In the same folder, since a rename is atomic inside one file system only.
     partial = os.path.join(folder, f".{name}.node{layout.node}.partial")
     error: Exception | None = None
     if is_writer:

@@ -175,6 +175,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
+        # Maps the file: opening reads the header, and slices read their own pages.
         self.path = Path(path)
         try:
             self._file = safe_open(str(path), framework="pt", device="cpu")

@@ -176,6 +176,7 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
 
 def _name_or_send(newest: Newest, final: Path, here: str | None, layout: NodeLayout) -> None:
     """Gives a checkpoint its final name on nodes that have it, and sends it to the others (collective)."""
+    # One writer a folder: where nodes share it, one of them renames or receives for all.
     elected = elect_writer(final, layout)
     with errors_on_all_ranks("renaming a checkpoint that a killed writer had completed"):
         if elected and here is not None and Path(here) != final:
@@ -214,8 +215,10 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
         if receives:
             folder = attempt(lambda: enter_partial_folder(stack, final, identity))
         raise_failure_on_all_ranks(what, attempt.error)  # before anything long is sent
+        # In the order of the source's manifest, which all ranks have got.
         for name, written in manifest.files.items():
             _send_file(name, written, final if is_source else None, folder, newest.source, layout, attempt)
+        # The source's bytes, and last, as in a save: a transfer that is killed leaves nothing that looks complete.
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, text))
         raise_failure_on_all_ranks(what, attempt.error)

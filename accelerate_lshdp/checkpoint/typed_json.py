@@ -128,6 +128,8 @@ def tensor_paths(document: Any) -> list[str]:
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    # Subclasses (quantised, masked, ...) may compute with more than their elements, and would come back as plain
+    # tensors.
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(value, DTensor):
         raise NotPlainError(f"{path} is a {type(value).__qualname__}, a kind of tensor that a checkpoint cannot hold")
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:

@@ -36,9 +36,11 @@ def find_content_error(folder: Path, manifest: Manifest, check_document: Documen
         manifest: its manifest.
         check_document: checks loaders and extra values.
     """
+    # A checksum can be right and the contents wrong: of a file edited by hand with its manifest, or of a faulty
+    # release.
     try:
         _Contents(folder, manifest).check(check_document)
-    except Exception as error:  # whatever wrong contents lead to, this checkpoint is of no use
+    except Exception as error:  # wrong contents can lead to any error, and this checkpoint is of no use then
         said = str(error) if isinstance(error, ValueError) else f"found what no save writes ({error!r:.200})"
         return f"{folder / TRAINING} has the right checksum, but wrong contents: {said}"
     return None

@@ -80,6 +80,7 @@ class Attempt:
 
     def __call__(self, action: Callable[[], _T]) -> _T | None:
         """What `action` returns, or None if it or an earlier one failed."""
+        # After a failure nothing more is done on this rank; its collectives are outside of the actions, and go on.
         if self.error is None:
             try:
                 return action()
@@ -126,6 +127,7 @@ def broadcast_bytes(
     if _carries_cpu_tensors():
         dist.broadcast(buffer, src=source, group=group)
     else:
+        # A copy on the device, so the result has to come back to the buffer on the ranks that receive.
         staged = buffer.to(device)
         dist.broadcast(staged, src=source, group=group)
         if dist.get_rank() != source:

@@ -47,7 +47,7 @@ def end_with_launcher() -> None:
     """
     # By number and not by a flag: a process further down, which inherits the variable, has another parent.
     parent = os.getppid()
-    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")  # taken, so that nobody whom this process starts takes it for his
+    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")  # removed, so that processes started from here do not inherit it
     if launcher == str(parent):
         end_with(parent)
     elif launcher.isdecimal() and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -75,7 +75,7 @@ def environment_at_start(pid: int) -> dict[str, str] | None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process is gone, or waits for somebody to note its end, which in containers often nobody does."""
+    """Whether the process is gone, or a zombie: in containers often no parent collects the exit status of one."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:

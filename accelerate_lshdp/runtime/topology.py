@@ -51,6 +51,7 @@ class Topology:
     @property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node."""
+        # Launchers number ranks node by node, which `discover` has checked.
         ends = list(accumulate(self.node_sizes))
         return tuple(tuple(range(end - size, end)) for end, size in zip(ends, self.node_sizes, strict=True))
 

@@ -27,6 +27,7 @@ def gather_unequal(data: Any) -> Any:
 
 
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
+    # Collectives here have no backward; and a scalar has no first dimension along which to join.
     tensor = tensor.detach()
     if tensor.ndim == 0:
         tensor = tensor[None]

@@ -1,10 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Reductions that take two messages: compress, send, combine what has come, send, decompress.
 
-The backward goes on meanwhile, so somebody has to send the second message when the first one has arrived. On the CPU
-that is one thread for each reduction. It sends second messages in the order of the first ones, and in a process group
-of their own, because gloo tells messages of a group apart by their order alone. On devices with streams everything is
-queued on a stream at once, and no thread is needed.
+The backward goes on meanwhile, so the second message has to be sent beside it, when the first one has arrived. On the
+CPU one thread for each reduction does that. It sends second messages in the order of the first ones, and in a process
+group of their own, because gloo tells messages of a group apart by their order alone. On devices with streams
+everything is queued on a stream at once, and no thread is needed.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class _Worker:
         except _Exiting as exiting:
             pending.fail(RuntimeError("the process exits while gradients are being summed"))
             raise exiting
-        except Exception as error:  # whoever waits for the buffer gets it
+        except Exception as error:  # raised by `wait`, in the thread that waits for the buffer
             pending.fail(error)
 
     def _wait(self, message: dist.Work) -> None:

@@ -38,7 +38,7 @@ class NodeOwnership:
         return getattr(parameter, "_lshdp_node_ownership", None)
 
     def __reduce__(self) -> tuple:
-        """A pickled parameter is nobody's: it is read as None, without this package."""
+        """Pickles as None, which is read without this package: a copy of a parameter belongs to no rank of a node."""
         return type(None), ()
 
 
