@@ -265,7 +265,7 @@ def _with_buffers_of_rank_0(
 
 
 def _buffer_sources(buffers: dict[str, torch.Tensor], layout: NodeLayout) -> list[TensorSource]:
-    """Every rank's own values of `buffers`, so that the same run goes on with what each rank had."""
+    """Sources of every rank's own values of `buffers`, so that the same run goes on with what each rank had."""
     return [
         TensorSource.of(rank_path(rank, path), buffer, rank)
         for rank in range(layout.world_size)

@@ -90,7 +90,7 @@ def search(directory: Path) -> list[Found]:
 
 
 def verify(folder: Path, manifest: Manifest) -> str | None:
-    """The first thing that is wrong with the files of a checkpoint, or None; reads all of them."""
+    """Reads all files of a checkpoint and returns the first thing that is wrong with them, or None."""
     # Sizes first: they find a truncated file without reading it.
     for name, written in manifest.files.items():
         try:
@@ -268,8 +268,8 @@ def remove_leftovers(parent: Path) -> None:
             recover(parent / name)
     for path, _ in _abandoned(parent):
         with _unless_denied():
-            # Asked again for each: time has passed since the list was made, as `recover` reads whole checkpoints. None:
-            # nothing but its age tells whether a living writer has it.
+            # Asked again for each: time has passed since the list was made, as `recover` reads whole checkpoints.
+            # None: nothing but its age tells whether a living writer has it.
             free = is_free(path)
             if free or (free is None and _is_old(path)):
                 remove_tree(path)
@@ -293,7 +293,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def token_path(final: Path, token: str, node: int) -> Path:
-    """An empty file by which nodes find out whether they share a folder; it lives for an instant."""
+    """The path of a short-lived empty file by which nodes find out whether they share a folder."""
     return final.parent / f".{final.name}.{token}.node{node}"
 
 

@@ -118,7 +118,7 @@ def is_free(folder: Path) -> bool | None:
 
 
 def remove_lock(path: Path, is_old: bool) -> None:
-    """Removes a lock that a killed writer left, or whose folder somebody else has removed or given its final name.
+    """Removes a lock that a killed writer left, or whose folder another run has removed or given its final name.
 
     Args:
         path: of the lock.

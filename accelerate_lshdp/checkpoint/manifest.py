@@ -76,6 +76,7 @@ class Manifest:
                 f"{path} has version {version!r:.60}, this release reads version {VERSION}; load it with the release "
                 "that wrote it"
             )
+        # Taken out first: the checksum is of all other values.
         checksum = document.pop("checksum", None)
         if checksum != _checksum(document):
             raise ValueError(f"{path} is damaged: its checksum does not match")

@@ -1,4 +1,4 @@
-"""The tensors of a model by name, the same names under every strategy, and its state as a stream of full tensors."""
+"""The tensors of a model by names that are the same under every strategy, and a stream of them as full tensors."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ def drop_oldest(folder: Path, limit: int) -> None:
     Nodes that share the folder may do this at the same time.
     """
     dated: list[tuple[tuple[int, int, str], Path]] = []
+    # By each node for itself: its own folder may hold other checkpoints than those of other nodes.
     for path in entries(folder):
         if _NUMBERED.fullmatch(path.name) and may_hold(path, MANIFEST):
             try:

@@ -63,7 +63,7 @@ def describe(
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """A saved optimizer that has been checked against the one it goes to."""
+    """A saved optimizer that has been compared with the one of this run."""
 
     optimizer: torch.optim.Optimizer
     options: list[dict[str, Any]]
@@ -161,7 +161,7 @@ def compare_names(what: str, saved: set[str], current: set[str]) -> None:
 
 
 def check_shape(what: str, saved: tuple[int, ...], current: torch.Tensor) -> None:
-    """Raises ValueError if a saved full tensor has not the shape of the current one."""
+    """Raises ValueError if a saved full tensor and the current one have different shapes."""
     if saved != tuple(current.shape):
         raise ValueError(f"{what} has shape {list(saved)} in the checkpoint and {list(current.shape)} in this run")
 

@@ -24,7 +24,7 @@ from accelerate_lshdp.runtime.object_exchange import NodeLayout
 
 
 class SavedModels:
-    """An opened checkpoint whose models have been compared with those that they go to.
+    """An opened checkpoint whose models have been compared with those of this run.
 
     Args:
         folder: a complete checkpoint on this node.
@@ -94,7 +94,7 @@ class SavedModels:
 
 
 class SavedTraining(SavedModels):
-    """An opened checkpoint whose contents have been compared with the objects that they go to.
+    """An opened checkpoint whose contents have been compared with the objects of this run.
 
     Args:
         folder: a complete checkpoint on this node.

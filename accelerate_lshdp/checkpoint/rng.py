@@ -12,6 +12,8 @@ import torch
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Captures the state of all generators of this process as values and tensors; nothing is drawn from them."""
+    # Words of the generators as arrays: they go to the file of tensors, where lists would be 1,249 numbers of JSON a
+    # rank.
     version, words, gauss = random.getstate()
     algorithm, key, position, has_gauss, cached = numpy.random.get_state()
     return {

@@ -213,6 +213,7 @@ def load_checkpoint(
         objects = replace(objects, left_out=before_reading(str(path)))
     with errors_on_all_ranks(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
+        # Only then does each rank have the same part as before: its own generators, buffers and error feedback.
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
         saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
         if check_run is not None:
@@ -270,7 +271,9 @@ def _on_all_nodes(
 
 
 def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:
-    """Where this node has, or after `load_checkpoint` will have, the newest complete checkpoint (collective).
+    """Finds the path at which this node has, or will have after `load_checkpoint`, the newest complete checkpoint.
+
+    It is collective.
 
     Args:
         directory: a checkpoint, or a folder of checkpoints.

@@ -78,7 +78,8 @@ def stream_to_file(
                 writer.write(source.entry.name, full)
             except (OSError, ValueError) as caught:
                 error = caught
-        del full  # before the next one is gathered
+        # Before the next one is gathered: a rank holds one full tensor at a time.
+        del full
     if writer is None:
         return None, error
     # Without an error this flushes and synchronises the file; with one it only closes it.

@@ -62,7 +62,7 @@ class Newest:
     paths: tuple[str | None, ...]
 
     def final_path(self, directory: Path, layout: NodeLayout) -> Path:
-        """Where this node has or will have it under its final name."""
+        """The path at which this node has or will have the checkpoint under its final name."""
         path = self.paths[layout.node]
         if path is not None and not is_hidden(Path(path)):
             return Path(path)
@@ -70,7 +70,7 @@ class Newest:
 
 
 def elect_writer(final: Path, layout: NodeLayout) -> bool:
-    """Whether this rank is to write `final` (collective).
+    """Decides whether this rank writes `final` (collective).
 
     One rank a node is, unless nodes share the parent folder: every candidate leaves a token there, and one that sees
     the token of an earlier node gives way. The parent folder is made.
@@ -111,7 +111,7 @@ def enter_partial_folder(stack: ExitStack, final: Path, identity: str) -> Path |
 def find_newest(
     directory: Path, layout: NodeLayout, check_document: DocumentCheck | None = None
 ) -> tuple[Newest | None, list[str]]:
-    """The newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
+    """Finds the newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
     Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
     it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `check_document`

@@ -1,4 +1,4 @@
-"""Python values as JSON plus tensors, and back, type for type: no pickle.
+"""Converts Python values to JSON plus tensors, and back, type for type, without pickle.
 
 JSON's own values stand for themselves. Everything else is an object with the key ``"$"``: tuples, dictionaries with
 keys other than strings, collections.Counter (MultiStepLR has one), numpy scalars and arrays, bytes, dtypes, and
@@ -74,7 +74,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value of which `document` was made; `tensors` holds what `encode` put beside it.
+    """The value that `encode` made a document of; `tensors` holds the tensors that it put beside it.
 
     Raises:
         ValueError: if the document was not made by `encode`.

@@ -1,4 +1,4 @@
-"""Batch normalisation over the micro-batches of ranks: whose running statistics count, and too small batches."""
+"""Batch normalisation in micro-batches of unequal ranks: running statistics of rank 0, and batches of one value."""
 
 from __future__ import annotations
 

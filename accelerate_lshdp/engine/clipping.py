@@ -1,4 +1,4 @@
-"""Gradient clipping over parameters that live in different places.
+"""Clips gradients of parameters that are whole, sharded or shared inside a node.
 
 Torch's own ``clip_grad_norm_`` does not work on parameters of different meshes. The norm is taken over each rank's own
 shard, combined over the ranks that share a copy, and is then the same everywhere.

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``load_state_dict`` of prepared models, and of parts of them, where ranks share parameters or each has its shards.
+"""Hooks for ``load_state_dict`` of prepared models, and of parts of them, whose parameters are shared or sharded.
 
 All ranks call it together, with whole tensors, as where each rank has a model for itself.
 """
@@ -20,7 +20,7 @@ from accelerate_lshdp.runtime.failures import failures_explained
 
 
 class _Loading:
-    """Hooks of all modules of a prepared model: torch calls them for each one that it loads."""
+    """The hooks of all modules of a prepared model that torch calls before and after it loads each of them."""
 
     def __init__(self, prepared: PreparedModel) -> None:
         self._prepared = weakref.ref(prepared)

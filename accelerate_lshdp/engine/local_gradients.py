@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of one rank alone: ``model.no_sync()``, and optimizer steps that are made with them.
+"""Gradients that were not summed over ranks (``model.no_sync()``), and optimizer steps that are made with them.
 
 Most steps inside ``no_sync`` are the first micro-batches of a step whose last backward sums over all ranks. LocalSGD
 steps with what is there: every rank by itself, on whole parameters of its own, which it averages now and then.

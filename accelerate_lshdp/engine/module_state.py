@@ -33,7 +33,7 @@ class Preparation(Protocol):
 
 
 class Link:
-    """Leads from a module to what was prepared around it, and keeps it alive; a copy leads nowhere."""
+    """A reference from a module to its ``PreparedModel``, which it keeps alive; a copy of it is empty."""
 
     def __init__(self, prepared: Preparation | None = None) -> None:
         self.prepared = prepared
@@ -124,7 +124,7 @@ def mark(module: nn.Module, link: Link) -> None:
 
 
 def unmark(module: nn.Module) -> None:
-    """Takes from a module and its parts what `mark` attached, and all hooks of this package, for good."""
+    """Removes from a module and its parts what `mark` attached, and all hooks of this package."""
     for part in module.modules():
         attributes = vars(part)
         for name in _ATTRIBUTES:

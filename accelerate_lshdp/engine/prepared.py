@@ -91,7 +91,7 @@ class PreparedModel(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
+        """Makes backwards of forwards inside the block only accumulate gradients on this rank (or its node)."""
         # Counted, not a flag: contexts may be nested, as those of the script inside one of accelerate.
         before = self._synchronises
         self.within_no_sync += 1
@@ -238,7 +238,7 @@ class PreparedModel(ABC):
         self._used.add(index)
 
     def take_usage(self) -> torch.Tensor:
-        """Which trainable parameters have a gradient that this rank took part in: 0/1, shape (parameters,)."""
+        """Reports the trainable parameters whose gradient has a part of this rank: 0/1, shape (parameters,), float64."""
         # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
         usage = self.no_usage()
         if self._used:

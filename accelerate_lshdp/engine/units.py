@@ -1,4 +1,4 @@
-"""Which modules are units: the pieces of a model that are gathered, computed and reduced together.
+"""Chooses the units of a model: the modules that are gathered, computed and reduced together.
 
 A unit is the grain of FSDP2 (one ``fully_shard`` call). Good units are the repeated blocks of a network: large enough
 that a collective pays off, small enough that two of them fit on the device beside the activations.

@@ -1,4 +1,4 @@
-"""All ranks agree or all ranks stop: what fails on one rank is raised on every rank, never a hang."""
+"""Agreement about errors: what fails on one rank is raised on every rank, and none of them hangs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def all_fail_here(place: str) -> bool:
     while store.add(place, 0) < dist.get_world_size():
         if time.monotonic() > ends:
             return False
+        # Each look is a request to the launch's one store: at most 20 a second from each rank.
         time.sleep(0.05)
     return True
 

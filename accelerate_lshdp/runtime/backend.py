@@ -99,6 +99,8 @@ def join_launched_ranks() -> None:
     """
     from accelerate.state import AcceleratorState, PartialState
 
+    # The state is one dictionary that all its instances share, so what is made here is seen by those made before. An
+    # accelerator has taken its values from it already, and would keep the old ones.
     if _is_single_process_state() and not AcceleratorState._shared_state:
         PartialState._reset_state()
         PartialState(cpu=True)

@@ -28,7 +28,7 @@ _USERS_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """A rank's part of its node.
+    """A rank's share of its node's CPU.
 
     Attributes:
         threads: for computing.

@@ -17,6 +17,7 @@ def allowed_cores(
         cpus: logical CPUs.
         topology: where the kernel describes them.
     """
+    # By core, as its hyperthreads share one set of arithmetic units: two ranks on one core would slow each other down.
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(cpus):
         folder = topology / f"cpu{cpu}" / "topology"

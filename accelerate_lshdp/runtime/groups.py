@@ -32,7 +32,7 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 
 @contextmanager
 def temporary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
-    """A group of its own for something short (collective over the world to enter and to leave).
+    """Makes a group for the time of a block (collective over the world to enter and to leave).
 
     Args:
         partition: disjoint groups of ranks that cover the world.

@@ -79,7 +79,7 @@ class Attempt:
         self.error: Exception | None = None
 
     def __call__(self, action: Callable[[], _T]) -> _T | None:
-        """What `action` returns, or None if it or an earlier one failed."""
+        """Runs an action and returns its result; None if it or an earlier one failed."""
         # After a failure nothing more is done on this rank; its collectives are outside of the actions, and go on.
         if self.error is None:
             try:

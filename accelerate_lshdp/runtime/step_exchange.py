@@ -183,7 +183,7 @@ class StepExchange:
         return values
 
     def make_model_groups(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
-        """Makes ready for `sum_beside_gradients` and `sum_before_backward` (collective).
+        """Makes the groups for `sum_beside_gradients` and `sum_before_backward` (collective).
 
         Args:
             shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
@@ -215,7 +215,7 @@ class StepExchange:
         return values
 
     def make_loss_group(self) -> None:
-        """Makes ready for `share_row` (collective)."""
+        """Makes the group for `share_row`, once a process (collective)."""
         if self.group is not None and self._loss_group is None:
             # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
             if dist.group.WORLD not in _loss_groups:

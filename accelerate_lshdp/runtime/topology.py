@@ -64,7 +64,7 @@ class Topology:
         return self.node_groups[self.node].index(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """What to call a rank in a message: by its place on this node, if it is one of several there."""
+        """The name of a rank in a message: its place on this node, if it is one of several there."""
         here = self.node_groups[self.node]
         return f"local rank {here.index(rank)} of this node" if rank in here and len(here) > 1 else f"rank {rank}"
 

@@ -18,7 +18,7 @@ _TASKS = Path("/proc/self/task")
 def wait_until_idle(
     prefix: str, *, poll_seconds: float, polls: int, longest_seconds: float, blind_seconds: float
 ) -> None:
-    """Sleeps, which lets other threads have the interpreter, until those of a name are gone or idle.
+    """Sleeps, which lets other threads have the interpreter, until the threads with a name's prefix are gone or idle.
 
     Args:
         prefix: what the threads' names begin with (``pt_gloo``).
@@ -44,7 +44,7 @@ def wait_until_idle(
 
 
 def _states(prefix: str) -> list[str]:
-    """What the kernel says of each other thread of that name: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
+    """The kernel's states of all other threads of that name: ``S`` if one sleeps (proc(5), /proc/pid/stat)."""
     states = []
     own = str(threading.get_native_id())
     for task in _TASKS.iterdir():

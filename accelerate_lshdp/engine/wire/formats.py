@@ -64,7 +64,7 @@ def make_reduction(
 
 
 def wire_bytes(communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-    """Bytes of the all-reduce that sends as much as is sent for a buffer: 2 (N - 1) / N times these on N ranks.
+    """The size in bytes of a buffer as it travels: each of N ranks sends 2 (N - 1) / N times as much.
 
     Args:
         communication: how it travels; of ``powersgd``, after its exact steps.

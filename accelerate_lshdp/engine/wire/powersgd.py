@@ -53,7 +53,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What of a buffer is compressed.
+    """The division of a buffer into matrices that are compressed and the rest, which travels exactly.
 
     Attributes:
         matrices: those that are, of equal numbers of rows together.
@@ -82,13 +82,13 @@ class _Layout:
         return cls(tuple(sorted(matrices, key=lambda matrix: matrix.rows)), tuple(rest))
 
     def numbers(self, rank: int) -> tuple[int, int, int]:
-        """Numbers in P, in Q, and in the rest."""
+        """The numbers of elements in P, in Q, and in the rest."""
         rows, columns = sum(m.rows for m in self.matrices), sum(m.columns for m in self.matrices)
         return rank * rows, rank * columns, sum(length for _, length in self.rest)
 
 
 def _as_matrix(offset: int, shape: torch.Size, rank: int) -> _Matrix | None:
-    """The tensor as a matrix of its first dimension, other than 1, by the others; None if it would not shrink."""
+    """A tensor as a matrix: its first dimension other than 1 by all others; None if it would not shrink."""
     sizes = [size for size in shape if size != 1]
     if len(sizes) < 2 or shape.numel() == 0:
         return None

@@ -32,7 +32,7 @@ _EXIT_CHECK_INTERVAL = timedelta(seconds=0.5)
 
 
 class LossyBuffer(ABC):
-    """What is kept from step to step for one gradient buffer, and the computations around its two messages.
+    """The state of one gradient buffer from step to step, and the computations around its two messages.
 
     All three methods return at once where they start a message. Subclasses keep tensors in ``kept``; they make up the
     state of a checkpoint and are changed in place.

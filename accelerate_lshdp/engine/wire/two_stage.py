@@ -45,7 +45,7 @@ class Stages:
 
 
 class TwoStageAllGather(AllGather):
-    """Every rank fetches the pieces of its own place from the other nodes; then the ranks of a node exchange them.
+    """All-gather in two stages: pieces of a rank's own place from the other nodes, then all of them inside the node.
 
     Args:
         stages: this rank's groups.
@@ -85,7 +85,7 @@ class TwoStageAllGather(AllGather):
 
 
 class TwoStageReduceScatter(ReduceScatter):
-    """The ranks of a node add up what they have for each place; then the sums of the nodes are added up.
+    """Reduce-scatter in two stages: inside each node for every place, then the sums of the nodes.
 
     Args:
         stages: this rank's groups.

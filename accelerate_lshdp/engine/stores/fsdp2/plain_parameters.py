@@ -40,7 +40,7 @@ class PlainParameters:
                 parameter.grad = None
 
     def finish(self, synchronise: bool) -> None:
-        """The backward is over; if ``synchronise``, sums gradients over all ranks (collective)."""
+        """Ends a backward; if ``synchronise``, sums the gradients over all ranks (collective)."""
         self._holds_local = not synchronise
         if not synchronise or not self.parameters:
             return

@@ -349,7 +349,7 @@ class ShardedModel(PreparedModel):
             parameter.grad = sharded_like(parameter, piece.to(local.device, local.dtype))
 
     def _deliver_local(self, unit: Unit) -> None:
-        """One node alone: earlier micro-batches' gradients go back, as nothing was added to a buffer."""
+        """Adds gradients of earlier micro-batches back to ``.grad``, as no reduction between nodes has taken them."""
         offset = 0
         local = dict(unit.local)
         for parameter, size in unit.layout():

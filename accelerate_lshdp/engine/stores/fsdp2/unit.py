@@ -62,7 +62,7 @@ def collect_units(module: nn.Module) -> list[Unit]:
 
 
 def sharded_like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
-    """A DTensor with the parameter's layout and this rank's piece, beside the parameter: offloaded, if that is."""
+    """A new DTensor with the parameter's layout and device (the host if it is offloaded), and this rank's piece."""
     whole = torch.empty_like(parameter, requires_grad=False)  # `from_local` moves to the device of the mesh
     whole.to_local().copy_(local)
     return whole

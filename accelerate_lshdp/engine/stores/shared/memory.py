@@ -136,7 +136,7 @@ class NodeMemory:
         return np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).reshape(shape)
 
     def wake_peers(self) -> None:
-        """Lets all other ranks of the node return from ``listen``."""
+        """Lets ``wait_for_wake`` of all other ranks of the node return."""
         for peer in self._peers.values():
             # A full socket holds bytes that will wake the peer; a broken one is found by `wait_for_wake`; one that
             # this rank has closed was closed with an error that says why.
@@ -144,12 +144,12 @@ class NodeMemory:
                 peer.send(b"!")
 
     def wake_self(self) -> None:
-        """Lets this rank's own ``listen`` return."""
+        """Lets this rank's own ``wait_for_wake`` return, in another thread."""
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
     def wait_for_wake(self, seconds: float) -> None:
-        """Blocks until another rank calls ``wake``, this one calls ``ring``, a rank ends, or time is over."""
+        """Blocks until another rank calls ``wake_peers``, this one ``wake_self``, a rank ends, or time is over."""
         # All bytes at once: they only say that something has changed, and the table in memory says what. A byte that
         # comes after this read wakes the next call, so no change is missed.
         for descriptor, _ in self._poll.poll(seconds * 1000):

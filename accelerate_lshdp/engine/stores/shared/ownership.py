@@ -16,7 +16,7 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 
 @dataclass(frozen=True, slots=True)
 class NodeOwnership:
-    """Which rank of the node updates a parameter.
+    """The rank of the node that updates a parameter.
 
     Attributes:
         index: of the parameter among the trainable ones.

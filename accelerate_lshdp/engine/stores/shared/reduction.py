@@ -166,7 +166,7 @@ class NodeReduction:
         self._pacing.finish()
 
     def abandon(self) -> None:
-        """Gives up a backward that failed, on this rank at least; the others of the node wait for it no longer.
+        """Gives up a backward that failed on this rank; other ranks of the node stop waiting for this one.
 
         What was handed in still goes its way: if the backward failed on all ranks at the same place, they have handed
         in the same buckets, and the reductions of later backwards keep finding their partners on other nodes.

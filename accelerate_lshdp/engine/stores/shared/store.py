@@ -210,7 +210,7 @@ class NodeSharedModel(PreparedModel):
         self._reduction.begin()
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """Takes a gradient that autograd has produced; hands its bucket in when that was the last one of it."""
+        """Takes a gradient that autograd has produced, and hands in its bucket if that was the last one missing."""
         number = self._bucket_of[index]
         if number in self._delivered:
             raise RuntimeError(

@@ -11,7 +11,7 @@ from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 
 
 class BarrierPurpose(Enum):
-    """What the ranks of a node wait for each other for; the value says so in messages."""
+    """The call for which the ranks of a node wait for each other; the value names it in messages."""
 
     STEP_BEGINS = "the optimizer's step"
     STEP_ENDS = "the end of the optimizer's step"
@@ -24,7 +24,7 @@ BARRIER_PURPOSES = list(BarrierPurpose)
 
 
 class NodeTable:
-    """What each rank of the node has done, in shared memory. Backwards are numbered from 1.
+    """The progress of each rank of the node, in shared memory. Backwards are numbered from 1.
 
     Every place has one rank that writes it, and counters only grow: so readers need no lock, and see an older state at
     worst. Numbers are 8 bytes, aligned, which processors write as a whole. Neither numpy nor Python orders these
@@ -51,7 +51,7 @@ class NodeTable:
         self._posted_place = layout.place(16 * numbers)
 
     def map(self, memory: NodeMemory) -> None:
-        """Finds its place in the memory that was made from the layout."""
+        """Maps the table's arrays into the memory that was made from the layout."""
         for name, shape in self._shapes.items():
             setattr(self, name, memory.array(self._places[name], shape, np.int64))
         self.posted = memory.array(self._posted_place, (2, self._numbers), np.float64)
