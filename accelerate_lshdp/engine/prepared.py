@@ -238,7 +238,7 @@ class PreparedModel(ABC):
         self._used.add(index)
 
     def take_usage(self) -> torch.Tensor:
-        """Reports the trainable parameters whose gradient has a part of this rank: 0/1, shape (parameters,), float64."""
+        """Reports to which trainable gradients this rank has contributed: 0/1, shape (parameters,), float64."""
         # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
         usage = self.no_usage()
         if self._used:
