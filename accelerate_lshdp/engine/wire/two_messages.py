@@ -111,11 +111,14 @@ class _Streamed(PendingReduction):
         # `wait` of a collective makes this stream wait, not the host, so nothing here blocks the backward. All buffers
         # of a reduction take the same stream: their scratch tensors and messages are used one after the other.
         with self._device.stream(stream):
-            kept.compress(buffer).wait()
-            message = kept.combine(buffer)
+            with label("compress"):
+                kept.compress(buffer).wait()
+            with label("combine"):
+                message = kept.combine(buffer)
             if message is not None:
                 message.wait()
-                kept.decompress(buffer)
+                with label("decompress"):
+                    kept.decompress(buffer)
         # The allocator knows of the stream that the buffer was made on; this one may still work on it when it is
         # dropped.
         buffer.record_stream(stream)
