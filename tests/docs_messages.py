@@ -71,7 +71,7 @@ def _of(node: ast.AST) -> Iterator[str]:
     values: list[ast.expr] = []
     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and _name(node.exc) not in _NOT_FOR_USERS:
         values = node.exc.args
-    elif isinstance(node, ast.Call) and _name(node) in (*_LOGGED, "raise_together"):
+    elif isinstance(node, ast.Call) and _name(node) in (*_LOGGED, "raise_on_all_ranks"):
         values = node.args[:1]
     elif isinstance(node, ast.Yield) and node.value is not None:
         values = [node.value]

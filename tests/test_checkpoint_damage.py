@@ -217,11 +217,11 @@ def test_what_a_run_accepts_decides_too(tmp_path: Path) -> None:
         if loaders != [{"epoch": 1, "samples": 8}] or extra["step"] != 3:
             raise ValueError("extra.step: found another one")
 
-    assert load(tmp_path, a_run(), accepts=accepts)[0].step == 2
+    assert load(tmp_path, a_run(), check_document=accepts)[0].step == 2
     document = json.loads((tmp_path / "newer" / TRAINING).read_text())
     document["extra"]["step"] = 4
     damage(tmp_path / "newer", TRAINING, json.dumps(document).encode())
-    loaded, said = load(tmp_path, a_run(), accepts=accepts)
+    loaded, said = load(tmp_path, a_run(), check_document=accepts)
     assert loaded.step == 1 and "extra.step: found another one" in said[0]
 
 

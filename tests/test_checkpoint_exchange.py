@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import layout
 
-from accelerate_lshdp.runtime.agreement import raise_together
-from accelerate_lshdp.runtime.object_exchange import Attempt, as_bytes, broadcast_tensor, failing_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.object_exchange import Attempt, as_bytes, broadcast_tensor, errors_on_all_ranks
 
 
 def fail_on(ranks, group_size=None):
@@ -18,7 +18,7 @@ def fail_on(ranks, group_size=None):
         return "not asked"
     error = ValueError(f"no {'even' if rank % 2 else 'odd'} number") if rank in ranks else None
     try:
-        raise_together(error, group)
+        raise_on_all_ranks(error, group)
     except RuntimeError as agreed:
         return str(agreed), agreed.__cause__ is error
     return None
@@ -38,11 +38,11 @@ def test_one_error_for_a_group(workers):
 
 
 def test_alone():
-    raise_together(None)
+    raise_on_all_ranks(None)
     with pytest.raises(RuntimeError, match="^rank 0: a reason$"):
-        raise_together("a reason")
+        raise_on_all_ranks("a reason")
     with pytest.raises(RuntimeError, match="^rank 0: counting failed: ZeroDivisionError: ") as caught:
-        with failing_together("counting"):
+        with errors_on_all_ranks("counting"):
             1 / 0  # noqa: B018
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

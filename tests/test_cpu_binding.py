@@ -141,9 +141,9 @@ def test_no_control_groups_no_quota(tmp_path):
 
 RANK = """
 import json, os, torch
-from accelerate_lshdp.runtime.cpu_binding import settle_on_cores
-settle_on_cores()
-settle_on_cores()
+from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
+apply_cpu_share()
+apply_cpu_share()
 print(json.dumps([torch.get_num_threads(), sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")]))
 """
 

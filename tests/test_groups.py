@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 from accelerate_lshdp.benchmarking.formats import measure_format
 from accelerate_lshdp.benchmarking.message_delay import message_delay_seconds
 from accelerate_lshdp.benchmarking.overheads import inside_seconds_per_byte
-from accelerate_lshdp.runtime.groups import ProcessGroups, momentary_group
+from accelerate_lshdp.runtime.groups import ProcessGroups, temporary_group
 
 
 def ask_twice() -> tuple[bool, bool, bool, int]:
@@ -55,7 +55,7 @@ def count_groups(what: str) -> tuple[int, int]:
     elif what == "inside":
         inside_seconds_per_byte(1000, [(0, 1), (2,)])
     elif what == "nothing":
-        with momentary_group([(0, 2), (1,)]) as group:
+        with temporary_group([(0, 2), (1,)]) as group:
             assert group.size() == (1 if dist.get_rank() == 1 else 2)
     else:
         measure_format(what, [torch.Size((64, 64))])

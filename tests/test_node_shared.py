@@ -183,14 +183,14 @@ def hurry_ahead(in_step: bool) -> list[int]:
     """Buckets that rank 1, slow at every gradient, had not handed in when rank 0 went on from each of its own."""
     accelerator, model, _, loader = start((1, 1), in_step=in_step)
     reduction = PreparedModel.of(model)._reduction
-    keep_step, ahead = reduction.keep_step, []
+    pace, ahead = reduction.pace, []
 
     def noting(index: int) -> None:
-        keep_step(index)
+        pace(index)
         ahead.append(index + 1 - int((reduction._table.added[-1] >= reduction._backward).sum()))
 
     if accelerator.process_index == 0:
-        reduction.keep_step = noting
+        reduction.pace = noting
     loss = model(**next(iter(loader)))
     if accelerator.process_index == 1:
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):

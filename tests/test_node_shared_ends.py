@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from training_cases import collate
 
 from accelerate_lshdp.engine.stores.shared import memory as node_memory
+from accelerate_lshdp.engine.stores.shared.bucket import SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction, SharedBucket
+from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.table import NodeTable
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.runtime.topology import Topology

@@ -17,7 +17,7 @@ from torch import nn
 from training_cases import relative_error
 
 from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 
@@ -187,11 +187,11 @@ def test_conversions_that_change_nothing_are_harmless_and_others_refused(workers
 def test_a_conversion_of_an_offloaded_model_to_its_device_is_left_out():
     model = nn.Linear(2, 2)
     device = torch.device("meta")  # any other than that of the parameters
-    assert would_stay(lambda tensor: tensor.to(device), model, device)
-    assert would_stay(lambda tensor: tensor.cpu(), model, device)
-    assert not would_stay(lambda tensor: tensor.half(), model, device)
-    assert not would_stay(lambda tensor: tensor.to(device), model, torch.device("cpu"))
-    assert not would_stay(lambda tensor: tensor.to(memory_format=torch.channels_last), model, device)
+    assert is_noop_conversion(lambda tensor: tensor.to(device), model, device)
+    assert is_noop_conversion(lambda tensor: tensor.cpu(), model, device)
+    assert not is_noop_conversion(lambda tensor: tensor.half(), model, device)
+    assert not is_noop_conversion(lambda tensor: tensor.to(device), model, torch.device("cpu"))
+    assert not is_noop_conversion(lambda tensor: tensor.to(memory_format=torch.channels_last), model, device)
 
 
 def copy_prepared(strategy: str) -> tuple[bool, list[str]]:

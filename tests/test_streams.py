@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel, _Unit
+from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel
+from accelerate_lshdp.engine.stores.fsdp2.unit import Unit
 
 
 class DeviceTensor:
@@ -45,7 +46,7 @@ class Reductions:
     def __init__(self) -> None:
         self.started: list[list[str]] = []
 
-    def now(self, number: int, buffer: DeviceTensor, shapes: list) -> None:
+    def reduce_now(self, number: int, buffer: DeviceTensor, shapes: list) -> None:
         self.started.append(list(buffer.streams))
 
 
@@ -53,8 +54,8 @@ class Reductions:
 def test_the_allocator_knows_that_the_hooks_stream_uses_what_the_reduce_scatter_stream_allocated(synchronise):
     model = object.__new__(ShardedModel)
     model._synchronise, model._overlaps = synchronise, True
-    model._skipped, model._stood_in, model._reductions = set(), {}, Reductions()
-    unit = _Unit(module=None, parameters=[torch.nn.Parameter(torch.zeros(4))], fsdp_params=[], indices=[0])
+    model._skipped, model._substitutes, model._reductions = set(), {}, Reductions()
+    unit = Unit(module=None, parameters=[torch.nn.Parameter(torch.zeros(4))], fsdp_params=[], indices=[0])
     unit.fsdp_params = [SimpleNamespace(padded_sharded_param_size=torch.Size([4]))]
     buffer, earlier = DeviceTensor(), DeviceTensor()
     unit.local = [(0, earlier)]
@@ -71,4 +72,4 @@ def test_on_a_cpu_there_is_no_stream_to_record(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", None)
     model = object.__new__(ShardedModel)
     model._synchronise = False
-    model._reduce_hook(0, _Unit(None, parameters=[torch.nn.Parameter(torch.zeros(4))]))(torch.zeros(4))
+    model._reduce_hook(0, Unit(None, parameters=[torch.nn.Parameter(torch.zeros(4))]))(torch.zeros(4))

@@ -45,15 +45,15 @@ from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.prepare import prepare_loader, skip_first_batches
 from accelerate_lshdp.data.weighting import LossWeighting, require_known_labels
 from accelerate_lshdp.documents.plan import Plan, Strategy
-from accelerate_lshdp.engine.batch_norm import take_single_values
+from accelerate_lshdp.engine.batch_norm import allow_single_values
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.planning.online.rebalancing import Decision
-from accelerate_lshdp.runtime.agreement import raise_together
-from accelerate_lshdp.runtime.backend import prepare_environment, refuse_lonely_state
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.backend import prepare_environment, refuse_single_process_state
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.forking import install_safe_forks
 from accelerate_lshdp.runtime.parent_death import end_with_launcher
@@ -104,7 +104,7 @@ class LSHDPAccelerator(Accelerator):
             kwargs.setdefault("cpu", True)
         # On GPUs this is left of a config file for FSDP; its plugin has no part here.
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        refuse_lonely_state()
+        refuse_single_process_state()
         error: Exception | None = None
         keeps_total = False
         try:
@@ -127,7 +127,7 @@ class LSHDPAccelerator(Accelerator):
         if error is not None and self.num_processes == 1:
             raise error
         if self.num_processes > 1:
-            raise_together(error)
+            raise_on_all_ranks(error)
         self.trust_checkpoint = trust_checkpoint
         self.session = Session(
             self.process_index,
@@ -262,11 +262,9 @@ class LSHDPAccelerator(Accelerator):
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared = engine.place(model, before)
         if self.num_processes > 1:
-            take_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
+            allow_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
         if len(engine.models) > 1:
-            self.session.exchange.expect_several_models(
-                None if prepared.can_be_completed else self.policies.shard_groups
-            )
+            self.session.exchange.make_model_groups(None if prepared.can_be_completed else self.policies.shard_groups)
         self.session.take_optimizers(
             [optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters()
         )

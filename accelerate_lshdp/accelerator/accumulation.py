@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.place import MicroBatchPlace
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 
@@ -138,7 +138,7 @@ class Accumulation:
             return
         # Before the hook of PreparedModel, which asks whether to synchronise.
         model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
-        leave_hooks_out(model)
+        exclude_hooks_from_pickles(model)
 
     def forward_begins(self, model: nn.Module, inputs: tuple) -> None:
         """Says that a prepared model is called with these inputs."""

@@ -85,7 +85,7 @@ class Backward:
             prepared.begin_backward(prepared.synchronise_next)
         meeting = None
         if any(prepared.synchronise_next for prepared in models):
-            meeting = session.exchange.meet("backward", tracker.within_window and not left_open)
+            meeting = session.exchange.announce("backward", tracker.within_window and not left_open)
         try:
             require_same_models(session.exchange, loss, models, session.policies.shard_groups)
             self._run_autograd(loss, kwargs)

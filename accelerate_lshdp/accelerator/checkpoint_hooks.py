@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_lshdp.runtime.object_exchange import all_objects, failing_together, together
+from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks, raise_failure_on_all_ranks
 
 
 Weights = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ def run_save_hooks(
     left = list(weights)
     before = [dict(state) for state in weights]
     taken: set[int] = set()
-    with failing_together("a hook of save_state"):
+    with errors_on_all_ranks("a hook of save_state"):
         for hook in hooks:
             hook(list(models), left, folder)
         taken = _taken(weights, left, "save_state", "state dict")
@@ -73,14 +73,14 @@ def run_load_hooks(hooks: Iterable[LoadHook], models: Sequence[nn.Module], folde
     """
     left = list(models)
     taken: set[int] = set()
-    with failing_together("a hook of load_state"):
+    with errors_on_all_ranks("a hook of load_state"):
         for hook in hooks:
             hook(left, folder)
         taken = _taken(models, left, "load_state", "model")
     everywhere = all_objects(taken)
     if any(other != taken for other in everywhere):
         found = "; ".join(f"rank {rank}: {sorted(indices)}" for rank, indices in enumerate(everywhere))
-        together(
+        raise_failure_on_all_ranks(
             "a hook of load_state",
             f"it took other models on some ranks than on others ({found}), which would leave them different. Load "
             "and take them on every rank",

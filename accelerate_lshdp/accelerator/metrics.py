@@ -26,7 +26,7 @@ def meet(session: Session, call: str) -> None:
     several = session.exchange.counts is not None and tracker.accumulating
     if several and finder is not None and tracker.current is not None:
         finder.look_before_meeting(tracker.current)
-    meeting = session.exchange.meet(call, tracker.within_window)
+    meeting = session.exchange.announce(call, tracker.within_window)
     if meeting is not None:
         meeting.require_all()
 

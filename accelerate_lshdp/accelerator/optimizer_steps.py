@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
 logger = get_logger(__name__)
@@ -80,7 +80,7 @@ class OptimizerSteps:
         if lost is None:
             return
         self._session.engine.collective_begins()
-        raise_together(
+        raise_on_all_ranks(
             "found an optimizer.step() with gradients that were there when save_state was called, after the step of "
             "another optimizer: the checkpoint lacks them, so a run that continues it is another one. Call save_state "
             "after the steps of all optimizers, and drop gradients that are not to be stepped with before it, by "
@@ -95,7 +95,9 @@ class OptimizerSteps:
             mine = [p for p in prepared.trainable_parameters() if id(p) in updated] if prepared.local.held else []
             if mine and prepared.has_gradients():
                 gradients = [p.grad for p in mine if p.grad is not None]
-                prepared.local.use(gradients, prepared.within_no_sync > 0, prepared.steps_alone)
+                prepared.local.rescale_for_local_step(
+                    gradients, prepared.within_no_sync > 0, prepared.can_step_locally
+                )
                 logger.warning_once(
                     "an optimizer steps with gradients of each rank alone (inside no_sync(), as LocalSGD does): "
                     "parameters differ between ranks until they are averaged"

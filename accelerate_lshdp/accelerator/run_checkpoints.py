@@ -26,8 +26,8 @@ from accelerate_lshdp.data.loader import EVALUATION
 from accelerate_lshdp.data.position import check_state
 from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 from accelerate_lshdp.documents.plan import Plan
-from accelerate_lshdp.runtime.agreement import raise_together
-from accelerate_lshdp.runtime.object_exchange import all_objects, failing_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks
 
 
 logger = get_logger(__name__)
@@ -51,12 +51,12 @@ def save_run(
 ) -> str:
     """Writes a checkpoint that is complete on every node (collective): see ``LSHDPAccelerator.save_state``."""
     configuration = accelerator.project_configuration
-    raise_together(_why_not_now(session))
+    raise_on_all_ranks(_why_not_now(session))
     steps = f"{session.rank_step.optimizer_steps}"
     session.check_agreement(steps, "how many steps their optimizers have made", NOT_IN_STEP)
     named = configuration.automatic_checkpoint_naming
     folder = numbered(_numbered_folder(accelerator), accelerator.save_iteration) if named else output_dir
-    raise_together(_taken(folder) if named else None)
+    raise_on_all_ranks(_taken(folder) if named else None)
     if folder is None:
         raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
     session.engine.share_statistics()  # a forward without a backward may have changed them since the last step
@@ -105,11 +105,11 @@ def load_run(
         layout_of(session),
         plan_digest=session.plan_digest,
         trust_checkpoint=trust_checkpoint,
-        accepts=lambda positions, extra: _accepts(loaders, positions, extra),
-        fits=lambda positions, extra: _fits(loaders, positions),
+        check_document=lambda positions, extra: _accepts(loaders, positions, extra),
+        check_run=lambda positions, extra: _fits(loaders, positions),
         before_reading=run_hooks if accelerator._load_model_state_pre_hook else None,
     )
-    with failing_together(f"continuing from checkpoint {loaded.path}"):
+    with errors_on_all_ranks(f"continuing from checkpoint {loaded.path}"):
         session.engine.parameters_loaded()
         for prepared in session.engine.models:
             prepared.drop_gradients()  # of other parameters; there were none when the checkpoint was saved

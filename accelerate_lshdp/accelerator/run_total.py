@@ -14,7 +14,7 @@ from accelerate_lshdp.accelerator.automatic_sizes import starting_batch
 from accelerate_lshdp.accelerator.plugin import parse_flag
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.documents.plan import Automatic, Batch, Plan
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
 
@@ -106,7 +106,7 @@ class RunTotal:
         (total,) = totals
         if self._said_by_script:
             return total
-        raise_together(self._mistake(total, plan, world_size))
+        raise_on_all_ranks(self._mistake(total, plan, world_size))
         self._settled = True
         return None
 

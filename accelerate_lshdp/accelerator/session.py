@@ -27,7 +27,7 @@ from accelerate_lshdp.documents.plan import Plan, Strategy
 from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.step_exchange import RankReport, StepExchange
 from accelerate_lshdp.runtime.topology import Topology
@@ -170,7 +170,7 @@ class Session:
     def raise_everywhere(self, error: Exception | None) -> None:
         """Raises RuntimeError on all ranks if ``error`` is not None on one of them (collective); alone, the error."""
         if self.world_size > 1:
-            raise_together(error)
+            raise_on_all_ranks(error)
         elif error is not None:
             raise error
 

@@ -62,7 +62,7 @@ def require_same_models(
     for number, prepared in enumerate(models):
         does = _SUMMED if prepared.synchronise_next else _KEPT_ALONE
         told[exchange.rank, number] = does if reached[number] else _LEFT_OUT
-    told = exchange.tell_before_backward(told)
+    told = exchange.sum_before_backward(told)
     for number, prepared in enumerate(models):
         for ranks in shard_groups:
             does = {rank: int(told[rank, number]) for rank in ranks if told[rank, number]}
@@ -90,7 +90,7 @@ def models_that_took_part(exchange: StepExchange, models: Sequence[PreparedModel
     for number, prepared in enumerate(models):
         sums = prepared.took_part and prepared.synchronise_next
         told[exchange.rank, number] = torch.tensor([sums, not prepared.synchronise_next], dtype=torch.float64)
-    told = exchange.sum_beside(told)
+    told = exchange.sum_beside_gradients(told)
     for number, prepared in enumerate(models):
         summing, alone = (told[:, number, column].nonzero().flatten().tolist() for column in (0, 1))
         if summing and alone:

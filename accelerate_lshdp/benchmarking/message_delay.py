@@ -14,7 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.groups import momentary_group
+from accelerate_lshdp.runtime.groups import temporary_group
 
 
 # In eight measurements on one cluster, delays were 1.1 to 2.8 ms with 3 repeats, and all but one 1.0 to 2.0 with 9.
@@ -39,7 +39,7 @@ def message_delay_seconds(size: int, groups: Sequence[Sequence[int]]) -> float:
     """
     buffers = [torch.zeros(min(size, _LARGEST_BYTES) // 4) for _ in range(_BUCKETS)]
     differences = []
-    with momentary_group(groups) as own:
+    with temporary_group(groups) as own:
         for _ in range(1 + _REPEATS):
             alone = _seconds(buffers, own, computes=False)
             differences.append(_seconds(buffers, own, computes=True) - alone)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from accelerate_lshdp.runtime.groups import momentary_group
+from accelerate_lshdp.runtime.groups import temporary_group
 
 
 _REPEATS = 5
@@ -52,7 +52,7 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
         size: bytes of the unit.
         nodes: ranks of each node. One without others sends nothing: 0.
     """
-    with momentary_group(nodes) as own:
+    with temporary_group(nodes) as own:
         count = own.size()
         if count == 1:
             return 0.0

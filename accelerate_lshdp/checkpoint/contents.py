@@ -1,4 +1,4 @@
-"""What is in a checkpoint: the files, and of which tensors and values each is made.
+"""The contents of a checkpoint: its files, and the tensors and values that each is made of.
 
 | file | holds |
 |---|---|
@@ -36,14 +36,14 @@ from accelerate_lshdp.runtime.object_exchange import (
     NodeLayout,
     all_objects,
     as_bytes,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
 )
 
 
 @dataclass
 class TrainingObjects:
-    """All that a run is made of.
+    """The objects of a run that a checkpoint saves and restores.
 
     Attributes:
         models: prepared or plain; parameters are tensors or DTensors.
@@ -71,13 +71,13 @@ class TrainingObjects:
 
 @dataclass
 class Contents:
-    """What every node writes: tensors by file, and whole small files."""
+    """The contents that every node writes: tensors by file, and whole small files."""
 
     tensors: dict[str, list[TensorSource]]
     files: dict[str, bytes]
 
 
-#: Prefix of `extra_tensors` below `rank_path`.
+#: Prefix of `extra_tensors` below `rank_path`. Part of the file format, as are the names that the two functions make.
 EXTRA = "extra/"
 
 
@@ -94,6 +94,13 @@ def buffer_path(model: int, name: str) -> str:
 def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool) -> Contents:
     """Describes all that is to be saved, the same on all ranks (collective). Nothing is copied or gathered yet.
 
+    Collectives are outside of the blocks that may fail: an error on one rank is raised on all before the next one.
+
+    Args:
+        objects: of this rank.
+        layout: the place of this rank.
+        trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
+
     Raises:
         RuntimeError: on all ranks, if something cannot be saved or ranks have different models or optimizers.
     """
@@ -101,10 +108,13 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
     shared: dict[str, torch.Tensor] = {}
     document: dict[str, Any] = {}
     pickles: dict[str, bytes] = {}
+    # Before anything of the script is called: its state_dict methods may draw random numbers.
     random_state = checkpoint_rng.capture(layout.device)
-    with failing_together("collecting what is to be saved"):
+    with errors_on_all_ranks("collecting what is to be saved"):
         everything = [ModelTensors.of(model) for model in objects.models]
         names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
+        # Names of parameters count all models, since optimizers hold those of models that hooks save, too; files count
+        # the models that are saved here.
         models = [model for index, model in enumerate(everything) if index not in objects.left_out]
         for index, model in enumerate(models):
             own[f"model_{index}.safetensors"] = [TensorSource.of(*item) for item in model.tensors.items()]
@@ -128,12 +138,14 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             _describe_custom(index, thing, trust_checkpoint, shared, pickles)
             for index, thing in enumerate(objects.custom)
         ]
-    described = checkpoint_owned.complete(objects.optimizers, described, names)
-    with failing_together("collecting what is to be saved"):
+    # State that other ranks of the node own; collective, so it stands between the blocks.
+    described = checkpoint_owned.merge_owned_state(objects.optimizers, described, names)
+    with errors_on_all_ranks("collecting what is to be saved"):
         document["optimizers"] = [optimizer.document for optimizer in described]
         own |= {f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)}
         mine = _RankDescription(
             own={file: [source.entry for source in sources] for file, sources in own.items()},
+            # Checksums are enough to find the buffers that differ between ranks; those alone are saved rank by rank.
             buffers={
                 buffer_path(index, name): zlib.crc32(as_bytes(buffer.cpu()).numpy())
                 for index, model in enumerate(models)
@@ -143,31 +155,37 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
             extra=[TensorSource.of(*item).entry for item in objects.extra_tensors.items()],
             random_state=random_state,
         )
-    told: list[_RankDescription] = all_objects(mine)
-    with failing_together("comparing what ranks are to save"):
-        _check_same(told)
+    descriptions: list[_RankDescription] = all_objects(mine)
+    with errors_on_all_ranks("comparing what ranks are to save"):
+        _check_same(descriptions)
+    # Values and order of rank 0, where ranks may differ: from here on all ranks stream the same list of tensors, each
+    # of them by a collective.
     document, pickles, entries = object_from(
         0,
         (document, pickles, [(TensorSource.of(*item).entry, isinstance(item[1], DTensor)) for item in shared.items()]),
     )
-    with failing_together("collecting what is to be saved"):
+    with errors_on_all_ranks("collecting what is to be saved"):
         shared_sources = [_shared_source(entry, sharded, shared) for entry, sharded in entries]
     random_tensors: dict[str, torch.Tensor] = {}
-    states = [description.random_state for description in told]
+    states = [description.random_state for description in descriptions]
     document["random_states"] = encode(states, "random_states", random_tensors)
     buffers = {
         buffer_path(index, name): buffer
         for index, model in enumerate(models)
         for name, buffer in model.buffers.items()
     }
-    differing = [path for path in told[0].buffers if len({description.buffers[path] for description in told}) > 1]
+    differing = [
+        path
+        for path in descriptions[0].buffers
+        if len({description.buffers[path] for description in descriptions}) > 1
+    ]
     tensors = {
         **_with_buffers_of_rank_0(own, differing),
         "training.safetensors": shared_sources,
         "random_states.safetensors": [TensorSource.of(*item) for item in random_tensors.items()],
         "rank_tensors.safetensors": [
             *_buffer_sources({path: buffers[path] for path in differing}, layout),
-            *_extra_sources([description.extra for description in told], objects.extra_tensors, layout),
+            *_extra_sources([description.extra for description in descriptions], objects.extra_tensors, layout),
         ],
     }
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -176,6 +194,8 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
 
 @dataclass(frozen=True)
 class _RankDescription:
+    """What one rank would save: equal on all ranks (`own`), compared by CRC-32 (`buffers`), and its own (the rest)."""
+
     own: dict[str, list[TensorEntry]]
     buffers: dict[str, int]
     extra: list[TensorEntry]
@@ -185,6 +205,7 @@ class _RankDescription:
 def _describe_custom(
     index: int, thing: Any, trust_checkpoint: bool, shared: dict[str, torch.Tensor], pickles: dict[str, bytes]
 ) -> dict[str, Any]:
+    # Tensors are collected apart: where encoding fails halfway, none of them may be left among those to be saved.
     state = thing.state_dict()
     kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
     tensors: dict[str, torch.Tensor] = {}
@@ -202,22 +223,24 @@ def _describe_custom(
     return {"type": kind, "state": encoded}
 
 
-def _check_same(told: Sequence[_RankDescription]) -> None:
-    """Raises ValueError if a rank's models or optimizers have other tensors than rank 0's."""
-    for rank, description in enumerate(told):
-        if description.own.keys() != told[0].own.keys():
+def _check_same(descriptions: Sequence[_RankDescription]) -> None:
+    """Raises ValueError if a rank's models or optimizers have other tensors than rank 0's, or in another order."""
+    # The order, too: tensors are gathered one after the other, and collectives are matched by their order alone.
+    for rank, description in enumerate(descriptions):
+        if description.own.keys() != descriptions[0].own.keys():
             raise ValueError(
-                f"rank 0 would write {sorted(told[0].own)}, rank {rank} would write {sorted(description.own)}"
+                f"rank 0 would write {sorted(descriptions[0].own)}, rank {rank} would write {sorted(description.own)}"
             )
         for file, entries in description.own.items():
-            if entries != told[0].own[file]:
-                differing = set(entries) ^ set(told[0].own[file])
+            if entries != descriptions[0].own[file]:
+                differing = set(entries) ^ set(descriptions[0].own[file])
                 first = min(differing, key=lambda entry: entry.name, default=None)
                 what = "their order" if first is None else f"{first.name!r} ({first.dtype}, {list(first.shape)})"
                 raise ValueError(f"{file}: ranks 0 and {rank} differ in {what}; they need the same model and state")
 
 
 def _shared_source(entry: TensorEntry, sharded: bool, shared: dict[str, torch.Tensor]) -> TensorSource:
+    # A plain tensor is rank 0's, whatever this rank has under the name; a sharded one needs the shards of all.
     if not sharded:
         return TensorSource(entry, shared.get(entry.name), rank=0)
     mine = shared.get(entry.name)
@@ -230,6 +253,7 @@ def _with_buffers_of_rank_0(
     files: dict[str, list[TensorSource]], differing: Sequence[str]
 ) -> dict[str, list[TensorSource]]:
     """`files` with one value for buffers that differ between ranks, such as running means of local batches."""
+    # A tensor has one value in the model's file; the values of all ranks are in rank_tensors.safetensors beside it.
     chosen = set(differing)
     result = {}
     for file, sources in files.items():
@@ -241,7 +265,7 @@ def _with_buffers_of_rank_0(
 
 
 def _buffer_sources(buffers: dict[str, torch.Tensor], layout: NodeLayout) -> list[TensorSource]:
-    """Every rank's own values of `buffers`, so that the same run goes on with what each rank had."""
+    """Sources of every rank's own values of `buffers`, so that the same run goes on with what each rank had."""
     return [
         TensorSource.of(rank_path(rank, path), buffer, rank)
         for rank in range(layout.world_size)
@@ -250,7 +274,7 @@ def _buffer_sources(buffers: dict[str, torch.Tensor], layout: NodeLayout) -> lis
 
 
 def _extra_sources(
-    told: Sequence[Sequence[TensorEntry]], mine: dict[str, torch.Tensor], layout: NodeLayout
+    descriptions: Sequence[Sequence[TensorEntry]], mine: dict[str, torch.Tensor], layout: NodeLayout
 ) -> list[TensorSource]:
     return [
         TensorSource(
@@ -258,6 +282,6 @@ def _extra_sources(
             mine[entry.name] if rank == layout.rank else None,
             rank,
         )
-        for rank, entries in enumerate(told)
+        for rank, entries in enumerate(descriptions)
         for entry in entries
     ]

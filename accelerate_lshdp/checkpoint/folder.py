@@ -1,4 +1,4 @@
-"""A checkpoint as a folder: its manifest, and how it comes to be complete under its final name or not at all.
+"""A checkpoint as a folder that is complete under its final name, or not there at all.
 
 A writer fills a hidden folder beside the final name, brings it to the disk, and renames it. The manifest is written
 last, so a folder with a valid manifest is complete even if its writer was killed before the rename. The writer holds a
@@ -32,6 +32,7 @@ from accelerate_lshdp.checkpoint.shared_folder import (
 from accelerate_lshdp.checkpoint.stream import WrittenFile
 
 
+#: Bytes read at once for a checksum.
 READ_BYTES = 1 << 24
 #: A token of this age was left by a killed process; so was a hidden folder, where the file system has no locks.
 LONGEST_ELECTION_SECONDS = 3600.0
@@ -57,7 +58,7 @@ class Found:
 
 
 def search(directory: Path) -> list[Found]:
-    """`directory` if it is a checkpoint, or else the checkpoints in it; with what killed writers left complete.
+    """Searches for checkpoints: `directory` if it is one, or else those in it; with what killed writers left complete.
 
     Folders in it that this user may not look into are found as well, with that as their problem.
 
@@ -65,29 +66,32 @@ def search(directory: Path) -> list[Found]:
         PermissionError: this user may not look into `directory` itself.
     """
     found = []
+    # Under the final name first: a caller that finds one save twice takes the first of the two.
     if holds_file(directory / MANIFEST):
-        found.append(_look(directory, ""))
+        found.append(_inspect(directory, ""))
     for path, name in _abandoned(directory.parent):
         if name == directory.name and may_hold(path, MANIFEST):
-            found.append(_look(path, ""))
+            found.append(_inspect(path, ""))
     if found:
         return found
     for path in entries(directory):
+        # Hidden folders come below, those of living writers excepted.
         if path.name.startswith("."):
             continue
         holds = may_hold(path, MANIFEST)
         if holds is None:
             found.append(Found(path, path.name, None, f"{path} belongs to another user, who lets nobody look into it"))
         elif holds:
-            found.append(_look(path, path.name))
+            found.append(_inspect(path, path.name))
     for path, name in _abandoned(directory):
         if may_hold(path, MANIFEST):
-            found.append(_look(path, name))
+            found.append(_inspect(path, name))
     return found
 
 
 def verify(folder: Path, manifest: Manifest) -> str | None:
-    """What is wrong with the files of a checkpoint, or None; reads all of them."""
+    """Reads all files of a checkpoint and returns the first thing that is wrong with them, or None."""
+    # Sizes first: they find a truncated file without reading it.
     for name, written in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -110,7 +114,9 @@ def checksum_of(path: Path) -> int:
 
 
 def write_file(path: Path, data: bytes) -> WrittenFile:
-    """Writes a small file and brings it to the disk."""
+    """Writes a small new file and brings it to the disk; returns its size and CRC-32."""
+    # "x": a file of that name would be of another writer of this folder. Flushed from Python's buffer before fsync,
+    # which knows the kernel's pages only.
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -141,6 +147,7 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             writes where tokens of other nodes are seen too late.
     """
     path = _hidden_path(final, save_id, "partial")
+    # Locked before it exists and until it is gone or renamed: a hidden folder whose lock is free is of a dead writer.
     with locked(path):
         os.mkdir(path)
         try:
@@ -149,13 +156,18 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             remove_tree(path)
 
 
-def guest_folder(final: Path, save_id: str) -> Path:
-    """Where others may put what is to be beside our files: inside the hidden folder, under the final name."""
+def hook_folder(final: Path, save_id: str) -> Path:
+    """The folder for files that hooks of ``save_state`` write: inside the hidden folder, under the final name."""
+    # Hooks see the path that the script has given save_state as the last part, and may make names of it.
     return _hidden_path(final, save_id, "partial") / final.name
 
 
-def take_in(guest: Path, own: Collection[str]) -> None:
-    """Moves what others put into a guest folder beside our own files, before these are written.
+def move_hook_files(guest: Path, own: Collection[str]) -> None:
+    """Moves the files that hooks have written beside the checkpoint's own, before these are written.
+
+    Args:
+        guest: from `hook_folder`.
+        own: names of the checkpoint's own files.
 
     Raises:
         FileExistsError: one of them has the name of an own file.
@@ -180,6 +192,7 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
     given this folder its name in the meantime, as `recover` does, nothing is left to be done.
     """
     _rename(folder, final, save_id)
+
     with _unless_denied():
         remove_lock(lock_path(folder), is_old=False)  # of a killed writer; a living one holds it until the end
 
@@ -187,6 +200,8 @@ def commit(folder: Path, final: Path, save_id: str) -> None:
 def _rename(folder: Path, final: Path, save_id: str) -> None:
     replaced: Path | None = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
+        # The names of the files reach the disk before the folder gets its final name: after a power failure there must
+        # be no final name with half of the files. The files themselves were synchronised as they were written.
         _sync_folder(folder)
         # Renamed without a look at what is there: another node may have made or moved it since, or be seen to late.
         try:
@@ -198,6 +213,7 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
         try:
             os.rename(folder, final)
         except OSError:
+            # The older checkpoint gets its name back: a save that fails leaves what was there.
             if replaced is not None:
                 os.rename(replaced, final)
             raise
@@ -205,6 +221,7 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
         if is_gone(error) and is_named(final, save_id):
             return
         raise
+    # The rename itself reaches the disk before the older checkpoint is removed: one of them is always there.
     _sync_folder(final.parent)
     if replaced is not None:
         _keep_foreign_files(replaced, final)
@@ -212,7 +229,9 @@ def _rename(folder: Path, final: Path, save_id: str) -> None:
 
 
 def drop(final: Path) -> None:
-    """Removes a checkpoint as a whole: it is out of sight at once, whoever else drops it at the same time."""
+    """Removes a checkpoint as a whole: it is out of sight at once; other nodes may drop it at the same time."""
+    # One rename first: a reader never sees a folder with some of its files gone, and of several that drop it at the
+    # same time one succeeds.
     hidden = _hidden_path(final, uuid.uuid4().hex, "replaced")
     try:
         os.rename(final, hidden)
@@ -226,12 +245,14 @@ def drop(final: Path) -> None:
 
 def recover(final: Path) -> None:
     """Gives `final` its name: the newest complete folder that a killed writer left, if `final` is older or missing."""
-    left = [_look(path, "") for path, name in _abandoned(final.parent) if name == final.name]
+    # Verified in full: only a folder whose files are all whole may take the place of an older checkpoint.
+    left = [_inspect(path, "") for path, name in _abandoned(final.parent) if name == final.name]
     usable = [found for found in left if found.manifest and verify(found.path, found.manifest) is None]
     if not usable:
         return
+    # By what saves say of their order: times of files change when they are copied, and clocks of nodes differ.
     newest = max(usable, key=lambda found: found.manifest.age)
-    current = _look(final, "").manifest
+    current = _inspect(final, "").manifest
     if current is None or current.age < newest.manifest.age:
         commit(newest.path, final, newest.manifest.save_id)
 
@@ -241,12 +262,15 @@ def remove_leftovers(parent: Path) -> None:
 
     What other users left there, and this one may not remove, stays: it is in nobody's way.
     """
+    # Complete ones get their name before anything is removed: a writer may have been killed between its two renames.
     for name in {name for _, name in _abandoned(parent)}:
         with _unless_denied():
             recover(parent / name)
     for path, _ in _abandoned(parent):
         with _unless_denied():
-            free = is_free(path)  # None: nothing but its age tells whether a living writer has it
+            # Asked again for each: time has passed since the list was made, as `recover` reads whole checkpoints.
+            # None: nothing but its age tells whether a living writer has it.
+            free = is_free(path)
             if free or (free is None and _is_old(path)):
                 remove_tree(path)
     for path in entries(parent):
@@ -258,8 +282,8 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def is_named(final: Path, save_id: str) -> bool:
-    """Whether a checkpoint of this save has its final name."""
-    found = _look(final, "").manifest
+    """Whether the checkpoint under a final name is of this save."""
+    found = _inspect(final, "").manifest
     return found is not None and found.save_id == save_id
 
 
@@ -269,7 +293,7 @@ def is_hidden(path: Path) -> bool:
 
 
 def token_path(final: Path, token: str, node: int) -> Path:
-    """An empty file by which nodes find out whether they share a folder; it lives for an instant."""
+    """The path of a short-lived empty file by which nodes find out whether they share a folder."""
     return final.parent / f".{final.name}.{token}.node{node}"
 
 
@@ -280,7 +304,7 @@ def hidden_names(parent: Path) -> list[str]:
 
 def newest_generation(parent: Path) -> int:
     """The largest generation of any checkpoint in `parent` that this user may read; 0 if there is none."""
-    manifests = (_look(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
+    manifests = (_inspect(path, "").manifest for path in entries(parent) if may_hold(path, MANIFEST))
     return max((manifest.generation for manifest in manifests if manifest is not None), default=0)
 
 
@@ -299,12 +323,13 @@ def _unless_denied() -> Iterator[None]:
 
 
 def _is_old(path: Path) -> bool:
-    """Whether nothing there has changed for longer than anybody writes without a pause."""
+    """Whether nothing at a path has changed for `LONGEST_ELECTION_SECONDS`; a save never pauses for so long."""
+    # The files in it, too: a folder's own time changes with its names only, not while a large file is written.
     times = [changed_at(part) for part in (path, *entries(path))]
     return all(changed is not None and changed < time.time() - LONGEST_ELECTION_SECONDS for changed in times)
 
 
-def _look(path: Path, relative: str) -> Found:
+def _inspect(path: Path, relative: str) -> Found:
     try:
         return Found(path, relative, Manifest.read(path), None)
     except (OSError, ValueError) as error:
@@ -319,6 +344,7 @@ def _hidden(parent: Path) -> list[tuple[Path, str]]:
 
 def _abandoned(parent: Path) -> list[tuple[Path, str]]:
     """Hidden folders of names that no living writer is about to replace."""
+    # By names, not by folders: while a writer lives, the older checkpoint that it has just renamed is hidden, too.
     hidden = _hidden(parent)
     busy = {name for path, name in hidden if in_use(path)}
     return [(path, name) for path, name in hidden if name not in busy]
@@ -329,7 +355,8 @@ def _hidden_path(final: Path, save_id: str, kind: str) -> Path:
 
 
 def _keep_foreign_files(replaced: Path, final: Path) -> None:
-    found = _look(replaced, "")
+    """Moves files that users put into a replaced checkpoint (a README, say) into the new one."""
+    found = _inspect(replaced, "")
     if found.manifest is None:  # nothing says which files are ours
         return
     for path in entries(replaced):
@@ -342,6 +369,7 @@ def _keep_foreign_files(replaced: Path, final: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
+    # What fsync of a file does not do: the entries of its folder are data of the folder (fsync(2)).
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Which hidden folders a living writer has: a lock that ends with its process, on a file beside the folder.
+"""Locks on hidden folders, which tell whether a writer lives: on a file beside the folder, released with its process.
 
 On a file, because a network file system (NFS) tells other hosts of locks on files that are open for writing, and of
 none on folders. Beside the folder, because it is locked before the folder is made: there never is a folder of a living
@@ -33,7 +33,7 @@ def is_lock(path: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a hidden folder, which the caller makes inside.
+    """Holds the lock of a hidden folder, which the caller makes inside the block.
 
     Raises:
         FileExistsError: another node, which shares the parent folder, holds it.
@@ -43,6 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # The file is removed while it is locked: after the lock is given back, its name could be another writer's.
         try:
             remove_file(path)
         finally:
@@ -51,6 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _new_lock(path: Path) -> int:
     while True:
+        # Exclusive, so that of two nodes that want the same folder one gets an error; for writing, as NFS wants it.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             # Waits: another run that looks whether this lock is left over holds it for an instant.
@@ -63,6 +65,7 @@ def _new_lock(path: Path) -> int:
 
 
 def _names(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file, which was locked after it was made."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError as error:
@@ -73,10 +76,11 @@ def _names(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def probed(path: Path) -> Iterator[bool | None]:
-    """Whether nobody holds a lock, or a folder that has none: True; and nobody can get it until the end of the block.
+    """Tries a lock, or a folder that has none, and holds it until the end of the block if it is free.
 
-    False: somebody does, or it is gone, or another user's, which is not ours to touch. None: this file system has no
-    locks.
+    Yields:
+        True: nobody holds it, and nobody can get it before the end of the block. False: a process holds it, or it is
+        gone, or it belongs to another user and must not be touched. None: this file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)  # enough to share a lock, also on NFS
@@ -92,6 +96,8 @@ def probed(path: Path) -> Iterator[bool | None]:
 
 
 def _share(descriptor: int) -> bool | None:
+    # Shared, so that several runs that look at the same time do not take each other for a writer; and without waiting
+    # for one.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -112,7 +118,7 @@ def is_free(folder: Path) -> bool | None:
 
 
 def remove_lock(path: Path, is_old: bool) -> None:
-    """Removes a lock that a killed writer left, or whose folder somebody else has removed or given its final name.
+    """Removes a lock that a killed writer left, or whose folder another run has removed or given its final name.
 
     Args:
         path: of the lock.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it says of itself, written last and read first."""
+"""The manifest of a checkpoint: its identity, files and checksums, written last and read first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The identity of a checkpoint, the state of its run, and its files with sizes and checksums.
 
     Attributes:
         save_id: the same on all nodes, different for every save.
@@ -43,11 +43,14 @@ class Manifest:
 
     @property
     def age(self) -> tuple[int, int, str]:
-        """Sorts from the oldest to the newest."""
+        """A key that sorts checkpoints from the oldest to the newest."""
+        # Generations are equal if runs have saved on nodes that did not know of each other's checkpoints. The identity
+        # makes the order total, and the same on all nodes.
         return (self.generation, self.step, self.save_id)
 
     def to_json(self) -> str:
         document: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        # Of the manifest itself, which no other file vouches for.
         document["checksum"] = _checksum(document)
         return json.dumps(document, indent=1) + "\n"
 
@@ -64,6 +67,7 @@ class Manifest:
             document = json.loads(path.read_bytes())
             if document["format"] != FORMAT:
                 raise ValueError(f"format {document['format']!r:.60}")
+            # The version before the checksum: how a later release computes that is not known here.
             version = document["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not the manifest of a checkpoint, or damaged: {error!r}") from error
@@ -72,6 +76,7 @@ class Manifest:
                 f"{path} has version {version!r:.60}, this release reads version {VERSION}; load it with the release "
                 "that wrote it"
             )
+        # Taken out first: the checksum is of all other values.
         checksum = document.pop("checksum", None)
         if checksum != _checksum(document):
             raise ValueError(f"{path} is damaged: its checksum does not match")
@@ -99,12 +104,14 @@ class Manifest:
             if not holds(values[name]):
                 raise ValueError(f"{name}: found {values[name]!r:.80}, expected {expected}")
         files = {name: WrittenFile(**written) for name, written in values.pop("files").items()}
+        # A manifest from elsewhere must not make a load read, or a transfer write, outside of the checkpoint's folder.
         if any(os.path.basename(name) != name or name in ("", ".", "..") for name in files):  # of another node
             raise ValueError(f"lists files outside its folder: {sorted(files)!s:.200}")
         return cls(**values, files=files)
 
 
 def _is_count(value: object) -> bool:
+    # By type, as True is an int, too.
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -116,5 +123,6 @@ def _are_files(value: object) -> bool:
 
 
 def _checksum(document: dict[str, Any]) -> str:
+    # Sorted keys: the text is the same, whatever order a reader's dictionary has.
     text = json.dumps({key: value for key, value in document.items() if key != "checksum"}, sort_keys=True)
     return f"{zlib.crc32(text.encode()):08x}"

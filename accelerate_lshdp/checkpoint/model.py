@@ -1,4 +1,4 @@
-"""The tensors of a model by name, the same names under every strategy, and its state as a stream of full tensors."""
+"""The tensors of a model by names that are the same under every strategy, and a stream of them as full tensors."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ class ModelTensors:
         """Reads `model.state_dict`, which also brings FSDP2's modules back to their sharded state."""
         model = unwrap(model)
         result = cls()
+        # `keep_vars` gives the parameters themselves: their ids tell tied ones, and nothing is copied. By state_dict,
+        # so that hooks of the script and of FSDP2 are called as in any save.
         first_name: dict[int, str] = {}
         for raw_name, value in model.state_dict(keep_vars=True).items():
             name = plain_name(raw_name)
+            # Extra state is whatever a module returns, tensors among others; it goes back by `set_extra_state`.
             prefix, _, last = raw_name.rpartition(".")
             if last == _EXTRA_STATE:
                 result.extra_state[plain_name(prefix)] = value
@@ -65,6 +68,7 @@ class ModelTensors:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel and torch.compile."""
+    # In any order and depth: a compiled module may be wrapped, and a wrapped one compiled.
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -101,6 +105,8 @@ def stream_full_state(
         for alias, first in found.aliases.items():
             names[first].append(alias)
     for first, tensor in found.tensors.items():
+        # By all ranks, wanted or not: it is a collective. Dropped before the next one, so that a rank holds one full
+        # tensor at a time.
         full = gather_full(tensor)
         value = full.cpu() if wanted else None
         del full

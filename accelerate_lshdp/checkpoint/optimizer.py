@@ -1,4 +1,4 @@
-"""An optimizer's state under the names of the parameters, whatever their order, sharding and grouping objects."""
+"""An optimizer's state by the names of its parameters, so that their order, sharding and grouping may change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_lshdp.checkpoint.shards import laid_out_like, local_region
 from accelerate_lshdp.checkpoint.tensors import SafetensorsReader, StoredTensors
 from accelerate_lshdp.checkpoint.typed_json import decode, encode, join
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 
 
 # How a step is carried out, not what it computes: the running script's choice stands, as it fits its device.
@@ -21,7 +21,8 @@ _NOT_SAVED = _EXECUTION_OPTIONS | {"params", "param_names"}
 
 
 def parameter_names(models: Sequence[Mapping[str, torch.Tensor]]) -> dict[int, str]:
-    """id of a parameter -> its name in a checkpoint, given the parameters of each model by name."""
+    """Maps ids of parameters to their names in a checkpoint, given the parameters of each model by name."""
+    # The first name stays: a parameter of two models has one entry.
     names: dict[int, str] = {}
     for index, parameters in enumerate(models):
         for name, parameter in parameters.items():
@@ -38,6 +39,8 @@ def describe(
         ValueError: for a parameter of no model, or state that is neither whole nor sharded like its parameter.
         NotPlainError: for state or options that are neither JSON nor tensors.
     """
+    # Walked in the order of the groups, not of the state, whose order is that of the first steps and differs between
+    # ranks where each steps its own parameters.
     tensors: dict[str, torch.Tensor] = {}
     groups, state = [], {}
     for index, group in enumerate(optimizer.param_groups):
@@ -60,7 +63,7 @@ def describe(
 
 @dataclass(frozen=True)
 class OptimizerLoad:
-    """A saved optimizer that has been checked against the one it goes to."""
+    """A saved optimizer that has been compared with the one of this run."""
 
     optimizer: torch.optim.Optimizer
     options: list[dict[str, Any]]
@@ -73,6 +76,7 @@ class OptimizerLoad:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             group.update(options)
         self.optimizer.state.update(self.other)
+        # State of parameters that another rank of the node owns stays away: this rank would hold it and never use it.
         for parameter, group, saved in self.parameters:
             self.optimizer.state.pop(parameter, None)
             ownership = NodeOwnership.of(parameter)
@@ -87,6 +91,7 @@ class OptimizerLoad:
         if saved["like_parameter"]:
             region = local_region(parameter) if isinstance(parameter, DTensor) else None
             return laid_out_like(parameter, self.reader.read(saved["tensor"], region))
+        # A copy: the reader's tensor may share pages of the file, and optimizers change their state in place.
         value = self.reader.read(saved["tensor"]).clone()
         # torch keeps step counters on the host unless the step itself runs on the device.
         on_device = value.ndim > 0 or group.get("capturable") or group.get("fused")
@@ -112,6 +117,7 @@ def check(
         candidates = sorted({saved_group[name] for name in group_names})
         if not candidates and index < len(saved_options):
             candidates = [index]  # a group without parameters has only its place
+        # Groups may have been split or joined since, as long as one set of options fits all parameters of a group.
         documents = [document["groups"][candidate]["options"] for candidate in candidates]
         if any(other != documents[0] for other in documents):
             raise ValueError(
@@ -155,7 +161,7 @@ def compare_names(what: str, saved: set[str], current: set[str]) -> None:
 
 
 def check_shape(what: str, saved: tuple[int, ...], current: torch.Tensor) -> None:
-    """Raises ValueError if a saved full tensor has not the shape of the current one."""
+    """Raises ValueError if a saved full tensor and the current one have different shapes."""
     if saved != tuple(current.shape):
         raise ValueError(f"{what} has shape {list(saved)} in the checkpoint and {list(current.shape)} in this run")
 
@@ -169,6 +175,8 @@ def _describe_state(
         if not isinstance(value, torch.Tensor):
             described[key] = {"value": encode(value, here, tensors)}
             continue
+        # What has the parameter's shape is cut like it in another layout; anything else (a step count) is whole
+        # everywhere. A scalar parameter's moments have its shape, too, and need no cutting.
         like_parameter = value.shape == parameter.shape and value.ndim > 0
         sharded = isinstance(parameter, DTensor) and value.ndim > 0
         if sharded and not (like_parameter and _same_layout(value, parameter)):
@@ -186,6 +194,7 @@ def _describe_state(
 def _same_layout(value: torch.Tensor, parameter: DTensor) -> bool:
     if isinstance(value, DTensor):
         return value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
+    # Some optimizers make plain tensors as the state of DTensors.
     with torch.no_grad():  # the whole tensor, where the mesh has one rank
         return parameter.to_local().shape == parameter.shape == value.shape
 

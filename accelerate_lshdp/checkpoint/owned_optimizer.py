@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Optimizer state of parameters that a node shares: each rank has that of the parameters it owns."""
+"""Optimizer state of parameters that a node shares, merged from its ranks: each has that of what it owns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from accelerate_lshdp.checkpoint.stream import TensorSource
 from accelerate_lshdp.checkpoint.tensors import TensorEntry
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
 
@@ -28,7 +28,7 @@ class DescribedOptimizer:
     sources: list[TensorSource]
 
 
-def complete(
+def merge_owned_state(
     optimizers: Sequence[torch.optim.Optimizer],
     described: Sequence[DescribedOptimizer],
     names: Mapping[int, str],
@@ -43,11 +43,13 @@ def complete(
     Returns:
         The same on all ranks.
     """
+    # Ownership is part of how the model was prepared, so all ranks come to the same answer here, and to the
+    # collective.
     owned = [_ownerships(optimizer, names) for optimizer in optimizers]
     if not any(owned):
         return list(described)
-    told = all_objects([(d.document["state"], [source.entry for source in d.sources]) for d in described])
-    return [_merge(described[i], owned[i], [of_rank[i] for of_rank in told]) for i in range(len(described))]
+    states = all_objects([(d.document["state"], [source.entry for source in d.sources]) for d in described])
+    return [_merge(described[i], owned[i], [of_rank[i] for of_rank in states]) for i in range(len(described))]
 
 
 def _ownerships(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, NodeOwnership]:
@@ -64,6 +66,7 @@ def _merge(
     ownerships: Mapping[str, NodeOwnership],
     told: Sequence[tuple[dict[str, Any], list[TensorEntry]]],
 ) -> DescribedOptimizer:
+    # In the order of the saved groups, which all ranks share: they have to stream the tensors in the same order.
     own = {source.entry.name: source for source in mine.sources}
     state: dict[str, Any] = {}
     sources: list[TensorSource] = []
@@ -78,6 +81,7 @@ def _merge(
             sources += [own[tensor] for tensor in wanted]
             continue
         by_name = {entry.name: entry for entry in entries}
+        # Broadcast by the owner inside its node only: every node has an owner of its own for the parameter.
         for tensor in wanted:
             value = own[tensor].tensor if ownership.owned else None
             sources.append(TensorSource(by_name[tensor], value, ownership.owner, ownership.group))

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint back into the objects of a run: everything is checked before anything changes."""
+"""Restores the objects of a run from the files of a checkpoint: everything is checked before anything changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelerate_lshdp.runtime.object_exchange import NodeLayout
 
 
 class SavedModels:
-    """An opened checkpoint whose models have been compared with those that they go to.
+    """An opened checkpoint whose models have been compared with those of this run.
 
     Args:
         folder: a complete checkpoint on this node.
@@ -37,6 +37,8 @@ class SavedModels:
     def __init__(self, folder: Path, models: list[nn.Module]) -> None:
         self.folder = folder
         self.document = json.loads((folder / "training.json").read_bytes())
+        # What `apply` does, in this order. Checks only add to it, so that a checkpoint that does not fit on one rank
+        # leaves the objects of all ranks as they were.
         self._steps: list[Callable[[], None]] = []
         self._shared = StoredTensors(SafetensorsReader(folder / "training.safetensors"))
         self._check_count("models", len(models))
@@ -67,6 +69,7 @@ class SavedModels:
         stored_as = {**{name: name for name in reader.names}, **saved["aliases"]}
         known_as = {**{name: name for name in model.tensors}, **model.aliases}
         compare_names(f"parameters and buffers of model {index}", set(stored_as), set(known_as))
+        # Names that are one tensor here must be one tensor there: else one of two values would be lost silently.
         sources: dict[str, str] = {}
         for name, first in known_as.items():
             if sources.setdefault(first, stored_as[name]) != stored_as[name]:
@@ -79,17 +82,19 @@ class SavedModels:
                     f"model {index}: {name!r} is {entry.dtype} in the checkpoint and {tensor.dtype} in this run; "
                     "convert the model before it is prepared"
                 )
+            # Read when it is applied, and this rank's part alone: the whole model need not fit into one rank's memory.
             region = local_region(tensor) if isinstance(tensor, DTensor) else None
             self._steps.append(
                 lambda tensor=tensor, region=region, entry=entry: copy_into(tensor, reader.read(entry.name, region))
             )
         compare_names(f"modules of model {index} with extra state", set(saved["extra_state"]), set(model.modules))
+        # Bound as defaults: a closure would see the last module of the loop.
         for name, state in decode(saved["extra_state"], self._shared).items():
             self._steps.append(lambda module=model.modules[name], state=state: module.set_extra_state(state))
 
 
 class SavedTraining(SavedModels):
-    """An opened checkpoint whose contents have been compared with the objects that they go to.
+    """An opened checkpoint whose contents have been compared with the objects of this run.
 
     Args:
         folder: a complete checkpoint on this node.
@@ -111,12 +116,14 @@ class SavedTraining(SavedModels):
         self._ranks = SafetensorsReader(folder / "rank_tensors.safetensors")
         for key in ("optimizers", "schedulers", "custom"):
             self._check_count(key, len(getattr(objects, key)))
+        # Models that hooks restore are named, too: optimizers have state of their parameters.
         everything = [ModelTensors.of(model) for model in objects.models]
         names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
         for index, (optimizer, saved) in enumerate(zip(objects.optimizers, self.document["optimizers"], strict=True)):
             reader = SafetensorsReader(folder / f"optimizer_{index}.safetensors")
             self._steps.append(checkpoint_optimizer.check(optimizer, names, saved, reader).apply)
         for index, (scheduler, state) in enumerate(zip(objects.schedulers, self._value("schedulers"), strict=True)):
+            # Schedulers take whatever they are given, so another kind of state would show steps later.
             now = scheduler.state_dict()
             if isinstance(state, dict) != isinstance(now, dict):
                 raise ValueError(
@@ -135,7 +142,7 @@ class SavedTraining(SavedModels):
             self._check_rank_tensors(self._models, objects.extra_tensors, layout.rank)
 
     def random_state(self, rank: int) -> dict[str, Any]:
-        """What `rng.capture` saw on `rank`."""
+        """The states of the random number generators of `rank`, as `rng.capture` has returned them."""
         reader = StoredTensors(SafetensorsReader(self.folder / "random_states.safetensors"))
         return decode(self.document["random_states"][rank], reader)
 
@@ -155,6 +162,8 @@ class SavedTraining(SavedModels):
                     "it is read; pass trust_checkpoint=True if you trust everyone who can write the checkpoint"
                 )
             return pickle.loads((self.folder / saved["pickle"]).read_bytes())
+        # The object's present state says where its tensors belong (a device, shards of a mesh); the document knows
+        # values only, as the run may have another strategy now.
         paths = tensor_paths(saved["state"])
         now: dict[str, torch.Tensor] = {}
         if paths:
@@ -178,6 +187,7 @@ class SavedTraining(SavedModels):
                 path = rank_path(rank, buffer_path(index, name))
                 if path in self._ranks.names:
                     self._steps.append(lambda path=path, buffer=buffer: copy_into(buffer, self._ranks.read(path)))
+        # Copies: these are returned to the caller, and the reader's tensors may share pages of the file.
         prefix = rank_path(rank, EXTRA)
         for path in sorted(self._ranks.names):
             if path.startswith(prefix):

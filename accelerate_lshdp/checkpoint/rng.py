@@ -11,7 +11,9 @@ import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The state of all generators; nothing is drawn from them."""
+    """Captures the state of all generators of this process as values and tensors; nothing is drawn from them."""
+    # Words of the generators as arrays: they go to the file of tensors, where lists would be 1,249 numbers of JSON a
+    # rank.
     version, words, gauss = random.getstate()
     algorithm, key, position, has_gauss, cached = numpy.random.get_state()
     return {
@@ -29,7 +31,8 @@ def fits(state: dict[str, Any], device: torch.device) -> bool:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raises whatever is wrong with a state; no generator of this process changes."""
+    """Raises an error if a state cannot be restored; no generator of this process changes."""
+    # By generators made for it: each library checks its own format.
     version, words, gauss = state["python"]
     random.Random().setstate((version, tuple(words.tolist()), gauss))
     numpy.random.RandomState().set_state(tuple(state["numpy"]))
@@ -41,7 +44,8 @@ def check(state: dict[str, Any]) -> None:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Sets all generators to what `capture` saw."""
+    """Sets all generators of this process to a state from `capture`."""
+
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpy.random.set_state(tuple(state["numpy"]))
@@ -51,8 +55,12 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 def derive(seed: int, rank: int, samples_seen: int) -> None:
-    """Seeds all generators from (seed, rank, samples seen): the same for every run that continues from here, different
-    on every rank, and not a stream that the training has used before."""
+    """Seeds all generators from (seed, rank, samples seen).
+
+    The streams are the same in every run that continues from there, differ between ranks, and are none that the
+    training has used before.
+    """
+    # A hash, not a sum: seed 1 on rank 2 must not be the stream of seed 2 on rank 1.
     digest = hashlib.sha256(f"{seed}/{rank}/{samples_seen}".encode()).digest()
     number = int.from_bytes(digest[:8], "little")
     random.seed(number)

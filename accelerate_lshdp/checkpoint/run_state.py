@@ -1,4 +1,4 @@
-"""Saving and loading a run: one format for all strategies, complete on every node, never half-written.
+"""Saves and loads a run: one format for all strategies, complete on every node, never half-written.
 
 The format is described in `contents` (files), `typed_json` (values) and `folder` (the folder and its manifest). No
 pickle is read or written without `trust_checkpoint`.
@@ -24,10 +24,10 @@ from accelerate_lshdp.checkpoint.folder import (
     Manifest,
     check_replaceable,
     commit,
-    guest_folder,
+    hook_folder,
+    move_hook_files,
     newest_generation,
     remove_leftovers,
-    take_in,
     write_file,
 )
 from accelerate_lshdp.checkpoint.model import stream_full_state
@@ -40,15 +40,16 @@ from accelerate_lshdp.checkpoint.transfer import (
     find_newest,
     warn_of,
 )
-from accelerate_lshdp.checkpoint.validation import Accepts
+from accelerate_lshdp.checkpoint.validation import DocumentCheck
 from accelerate_lshdp.runtime.object_exchange import (
     Attempt,
     NodeLayout,
     all_objects,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
-    together,
+    raise_failure_on_all_ranks,
 )
+from accelerate_lshdp.runtime.profiler_labels import label
 
 
 __all__ = [
@@ -66,7 +67,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a checkpoint says beside the objects that were restored in place.
+    """The values of a checkpoint that are returned, beside the objects that were restored in place.
 
     Attributes:
         path: where this node has it.
@@ -128,38 +129,48 @@ def save_checkpoint(
         RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
             as it was before on every node, unless the message says that renaming failed.
     """
+    # The real path: a rename would replace a symbolic link, and leave the checkpoint that it leads to.
     final = Path(os.path.realpath(directory))
     contents = None if before_writing else collect(objects, layout, trust_checkpoint)
     elected = elect_writer(final, layout)
+    # Errors are collected in `attempt` and raised on all ranks at the next barrier: a rank that has failed still takes
+    # part in every collective on the way there.
     attempt = Attempt()
     with ExitStack() as stack:
         generation = 0
+        # Leftovers go before this save makes a hidden folder of its own, and before its space is needed.
         if elected:
             attempt(lambda: check_replaceable(final))
             attempt(lambda: remove_leftovers(final.parent))
         if layout.is_writer:  # of all nodes: one that shares the folder may see late what another one wrote
             generation = attempt(lambda: newest_generation(final.parent)) or 0
+        # Over all nodes, so that the order of saves is the same everywhere, also for a node that lacks some of them.
         generation = max(all_objects(generation)) + 1
+        # One identity on all nodes: by it nodes later find that they have the same checkpoint.
         save_id = object_from(0, uuid.uuid4().hex)
         folder = None
         if elected:
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
         if before_writing:
-            aside = guest_folder(final, save_id)
+            aside = hook_folder(final, save_id)
             if folder is not None:
                 attempt(aside.mkdir)
-        together(f"preparing to write checkpoint {final}", attempt.error)
+        # Before hooks and gathers, which take long: a folder that cannot be written is told at once.
+        raise_failure_on_all_ranks(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
             objects = replace(objects, left_out=before_writing(str(aside)))
             contents = collect(objects, layout, trust_checkpoint)
             if folder is not None:
-                attempt(lambda: take_in(aside, {MANIFEST, *contents.tensors, *contents.files}))
+                attempt(lambda: move_hook_files(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
+        # Last: a folder with a manifest is complete.
         manifest = Manifest(save_id, generation, step, samples_seen, seed, layout.world_size, plan_digest, files)
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, manifest.to_json().encode()))
-        together(f"writing checkpoint {final}", attempt.error)
-        with failing_together(f"renaming checkpoint {final} to its final name"):
+        # A barrier between writing and renaming: no node replaces its older checkpoint before the new one is complete
+        # on all of them.
+        raise_failure_on_all_ranks(f"writing checkpoint {final}", attempt.error)
+        with errors_on_all_ranks(f"renaming checkpoint {final} to its final name"):
             if folder is not None:
                 commit(folder, final, save_id)
     _warn_of_drift(all_objects(files if folder is not None else None), final, layout)
@@ -172,8 +183,8 @@ def load_checkpoint(
     *,
     plan_digest: str,
     trust_checkpoint: bool = False,
-    accepts: Accepts | None = None,
-    fits: Accepts | None = None,
+    check_document: DocumentCheck | None = None,
+    check_run: DocumentCheck | None = None,
     before_reading: Callable[[str], frozenset[int]] | None = None,
 ) -> LoadedCheckpoint:
     """Restores a run from the newest checkpoint that is complete on some node (collective).
@@ -187,30 +198,35 @@ def load_checkpoint(
         layout: the place of this rank.
         plan_digest: of the plan of this run.
         trust_checkpoint: allows reading pickles. A pickle can run any code.
-        accepts: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
-        fits: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint are
-            of a run like this one, and raises what is not.
+        check_document: checks loaders and extra of a checkpoint before it is chosen, and raises what it finds wrong.
+        check_run: checks on every rank, before anything is changed, whether loaders and extra of the chosen checkpoint
+            are of a run like this one, and raises what is not.
         before_reading: called on all ranks with the checkpoint's folder (collective); says which models are
             `left_out`.
 
     Raises:
         RuntimeError: the same on all ranks, if there is no complete checkpoint or it does not fit this run.
     """
-    path = _on_all_nodes(directory, layout, accepts)
+    # First on all nodes, so that every rank reads from its own node: nothing below sends tensors between nodes.
+    path = _on_all_nodes(directory, layout, check_document)
     if before_reading:
         objects = replace(objects, left_out=before_reading(str(path)))
-    with failing_together(f"loading checkpoint {path}"):
+    with errors_on_all_ranks(f"loading checkpoint {path}"):
         manifest = Manifest.read(path)
+        # Only then does each rank have the same part as before: its own generators, buffers and error feedback.
         same_plan = (manifest.plan_digest, manifest.world_size) == (plan_digest, layout.world_size)
         saved = SavedTraining(path, objects, layout, same_plan, trust_checkpoint)
-        if fits is not None:
-            fits(saved.loaders, saved.extra)
-    with failing_together(f"restoring checkpoint {path}"):
+        if check_run is not None:
+            check_run(saved.loaders, saved.extra)
+    # Two blocks, with a barrier between them: nothing is changed on any rank before all ranks have found that it fits.
+    with errors_on_all_ranks(f"restoring checkpoint {path}"), label("checkpoint_read"):
         saved.apply()
         random_state = saved.random_state(layout.rank) if same_plan else None
         usable = random_state is not None and checkpoint_rng.fits(random_state, layout.device)
-    rng_restored = all(all_objects(usable))  # on all ranks or on none
-    with failing_together(f"restoring the random numbers of checkpoint {path}"):
+    # On all ranks or on none: restored and derived streams together could repeat each other's numbers.
+    rng_restored = all(all_objects(usable))
+    # Last, as restoring objects may draw numbers.
+    with errors_on_all_ranks(f"restoring the random numbers of checkpoint {path}"):
         if rng_restored:
             checkpoint_rng.restore(random_state, layout.device)
         else:
@@ -236,24 +252,28 @@ def load_models(directory: str | os.PathLike, models: list[nn.Module], layout: N
         RuntimeError: the same on all ranks, if there is no complete checkpoint or its models are others.
     """
     path = _on_all_nodes(directory, layout)
-    with failing_together(f"loading the models of checkpoint {path}"):
+    with errors_on_all_ranks(f"loading the models of checkpoint {path}"):
         saved = SavedModels(path, models)
-    with failing_together(f"restoring the models of checkpoint {path}"):
+    with errors_on_all_ranks(f"restoring the models of checkpoint {path}"):
         saved.apply()
 
 
-def _on_all_nodes(directory: str | os.PathLike, layout: NodeLayout, accepts: Accepts | None = None) -> Path:
+def _on_all_nodes(
+    directory: str | os.PathLike, layout: NodeLayout, check_document: DocumentCheck | None = None
+) -> Path:
     root = Path(os.path.realpath(directory))
-    newest, problems = find_newest(root, layout, accepts)
+    newest, problems = find_newest(root, layout, check_document)
     if newest is None:
         found = "\n".join(problems) if problems else "no node has any"
-        together(f"loading from {root}", f"there is no complete checkpoint there: {found}")
+        raise_failure_on_all_ranks(f"loading from {root}", f"there is no complete checkpoint there: {found}")
     warn_of(problems, newest, layout)
     return bring_to_all_nodes(newest, root, layout)
 
 
 def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:
-    """Where this node has, or after `load_checkpoint` will have, the newest complete checkpoint (collective).
+    """Finds the path at which this node has, or will have after `load_checkpoint`, the newest complete checkpoint.
+
+    It is collective.
 
     Args:
         directory: a checkpoint, or a folder of checkpoints.
@@ -273,22 +293,25 @@ def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str |
 def _write(contents: Contents, folder: Path | None, layout: NodeLayout, attempt: Attempt) -> dict[str, WrittenFile]:
     """Streams all files into `folder`, if this rank has one; failures are kept in `attempt` (collective)."""
     files: dict[str, WrittenFile] = {}
-    for name, sources in contents.tensors.items():
-        writes = folder is not None and attempt.error is None
-        written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
-        attempt.error = attempt.error or error
-        if written is not None:
-            files[name] = written
-    if folder is not None:
-        for name, data in contents.files.items():
-            written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+    with label("checkpoint_write"):
+        for name, sources in contents.tensors.items():
+            # A rank that does not write, or no longer does, still takes part in gathering every tensor.
+            writes = folder is not None and attempt.error is None
+            written, error = stream_to_file(folder / name if writes else name, sources, layout, writes)
+            attempt.error = attempt.error or error
             if written is not None:
                 files[name] = written
+        if folder is not None:
+            for name, data in contents.files.items():
+                written = attempt(lambda name=name, data=data: write_file(folder / name, data))
+                if written is not None:
+                    files[name] = written
     return files
 
 
 def _warn_of_drift(files: list[dict[str, WrittenFile] | None], final: Path, layout: NodeLayout) -> None:
     """Says on rank 0 if nodes wrote different values of what should be replicas."""
+    # By checksums, which all nodes have anyway: replicas that have drifted apart show here for free.
     copies = [written for written in files if written is not None]
     drifted = [name for name in copies[0] if any(copy[name] != copies[0][name] for copy in copies)]
     if drifted and layout.rank == 0:

@@ -1,4 +1,4 @@
-"""Between the tensor that a rank holds (whole, or its shard of a DTensor) and the full tensor of a checkpoint."""
+"""Converts between what a rank holds of a tensor (all, or a shard of a DTensor) and the full one of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 @torch.no_grad()
 def gather_full(tensor: torch.Tensor) -> torch.Tensor:
-    """The unsharded tensor, on the tensor's or its mesh's device (collective over the mesh of a DTensor)."""
+    """Gathers the unsharded tensor, on the tensor's or its mesh's device (collective over the mesh of a DTensor)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     local = tensor.to_local()
@@ -27,9 +27,10 @@ def gather_full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Which part of the full tensor this rank's shard is; may be empty.
+    """The region of the full tensor that this rank's shard is: a slice for each dimension; it may be empty.
 
     Raises:
+        ValueError: the rank is not in the tensor's mesh, or holds another part than its placements say.
         NotImplementedError: for placements other than Shard and Replicate.
     """
     starts, stops = [0] * tensor.ndim, list(tensor.shape)
@@ -48,6 +49,7 @@ def local_region(tensor: DTensor) -> tuple[slice, ...]:
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} is placed as {placement}, neither Shard nor Replicate"
             )
+    # Compared with what torch has cut: if a version of it rounds in another way, this is an error and no wrong value.
     region = tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
     expected = [part.stop - part.start for part in region]
     with torch.no_grad():
@@ -69,6 +71,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 def laid_out_like(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """A new tensor with `source`'s values and dtype, placed as `target` is; `source` is this rank's part."""
     local = target.to_local() if isinstance(target, DTensor) else target
+    # A copy, since `source` may be pages of the file.
     mine = torch.empty(source.shape, dtype=source.dtype, device=local.device)
     mine.copy_(source)
     if not isinstance(target, DTensor):

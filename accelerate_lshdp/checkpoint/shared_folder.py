@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A folder that other nodes and runs change at the same time: what was listed may be gone when it is looked at.
+"""File operations in a folder that other nodes and runs change at the same time: what was listed may be gone.
 
 A network file system also shows late what another node did, and says of what another node removed that its handle is
 stale. A folder such as /tmp holds things of other users, which this one may neither read nor remove. None of this is
-an error of whoever looks.
+an error of the run that looks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 #: A file system that caches what folders hold shows changes of other nodes after seconds (NFS: up to a minute).
 LONGEST_DELAY_SECONDS = 180.0
+# ESTALE: the handle of a file on NFS that another node has removed. ENOTDIR: a file took the place of a folder.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _DENIED = (errno.EACCES, errno.EPERM)
 # Every attempt that fails has found that others removed something, so many attempts mean a file system without sense.
@@ -32,12 +33,12 @@ def is_gone(error: OSError) -> bool:
 
 
 def is_denied(error: OSError) -> bool:
-    """Whether an error says that this user may not do that: what it is about belongs to another one."""
+    """Whether an error says that this user has no permission, as for files of another user."""
     return error.errno in _DENIED
 
 
 def entries(folder: Path) -> list[Path]:
-    """What a folder holds, sorted; nothing if it is not, or no longer, there."""
+    """The paths in a folder, sorted; none if the folder does not, or no longer, exist."""
     try:
         return [folder / name for name in sorted(os.listdir(folder))]
     except OSError as error:
@@ -47,7 +48,8 @@ def entries(folder: Path) -> list[Path]:
 
 
 def holds_file(path: Path) -> bool:
-    """Whether there is a regular file now."""
+    """Whether there is a regular file at a path now."""
+    # `is_file` passes on an ESTALE, which is no file either.
     try:
         return path.is_file()
     except OSError as error:
@@ -67,7 +69,8 @@ def may_hold(folder: Path, name: str) -> bool | None:
 
 
 def changed_at(path: Path) -> float | None:
-    """When a file was last changed, in seconds of the epoch; None if it is gone."""
+    """The time of a file's last change in seconds since the epoch; None if the file is gone."""
+    # Of a link itself: one that leads nowhere is still in the way.
     try:
         return path.lstat().st_mtime
     except OSError as error:
@@ -77,7 +80,7 @@ def changed_at(path: Path) -> float | None:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file, unless somebody else did."""
+    """Removes a file; it is no error if another process has removed it."""
     try:
         path.unlink()
     except OSError as error:
@@ -95,6 +98,7 @@ def remove_tree(path: Path) -> None:
         if not os.path.lexists(path):
             return
         try:
+            # Not with ignore_errors: it would leave what another process adds or removes meanwhile, without a word.
             shutil.rmtree(path)
             return
         except OSError as error:
@@ -109,9 +113,9 @@ def wait_until(seen: Callable[[], bool], folder: Path, what: str) -> None:
     """Waits until this node sees what another node has done in a folder that they share.
 
     Args:
-        seen: whether it is there now; errors of files that are gone, or not yet there, mean no.
-        folder: opened again between two looks, which is what makes a network file system look.
-        what: is waited for.
+        seen: tells whether it is there now; it treats files that are gone, or not yet there, as no.
+        folder: opened again between two looks, which makes NFS ask its server (close-to-open consistency).
+        what: names what is waited for, in messages.
 
     Raises:
         TimeoutError: it was not seen in `LONGEST_DELAY_SECONDS`.

@@ -1,4 +1,4 @@
-"""Full tensors from wherever they live into a file on each node, one tensor at a time."""
+"""Streams full tensors, whole or sharded in this run, into a file on each node, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 from accelerate_lshdp.checkpoint.model import ModelTensors
 from accelerate_lshdp.checkpoint.shards import gather_full
 from accelerate_lshdp.checkpoint.tensors import SafetensorsWriter, TensorEntry, in_file_order
-from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tensor, together
+from accelerate_lshdp.runtime.object_exchange import NodeLayout, broadcast_tensor, raise_failure_on_all_ranks
 
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where the full tensor of one entry comes from.
+    """The source of the full tensor of one entry: this rank's value, shards of a mesh, or another rank.
 
     Attributes:
         entry: name, dtype and full shape.
@@ -38,6 +38,7 @@ class TensorSource:
 
     def full(self, layout: NodeLayout) -> torch.Tensor:
         """The full tensor on this rank (collective)."""
+        # Which way it comes is the same on all ranks, as they have the same list of sources.
         if self.rank is None:
             return gather_full(self.tensor)
         return broadcast_tensor(self.tensor, self.entry.shape, self.entry.dtype, self.rank, layout, self.group)
@@ -59,6 +60,7 @@ def stream_to_file(
     A writer that fails goes on taking part, so that no other rank waits for it in vain: the caller has to exchange the
     error that is returned.
     """
+    # The order of the file, on all ranks, writers or not: each tensor is a collective.
     by_name = {source.entry.name: source for source in sources}
     order = [by_name[entry.name] for entry in in_file_order(source.entry for source in sources)]
     writer: SafetensorsWriter | None = None
@@ -70,14 +72,17 @@ def stream_to_file(
             error = caught
     for source in order:
         full = source.full(layout)
+        # A disk that is full ends the writing here, not the rounds of gathering.
         if writer is not None and error is None:
             try:
                 writer.write(source.entry.name, full)
             except (OSError, ValueError) as caught:
                 error = caught
-        del full  # before the next one is gathered
+        # Before the next one is gathered: a rank holds one full tensor at a time.
+        del full
     if writer is None:
         return None, error
+    # Without an error this flushes and synchronises the file; with one it only closes it.
     try:
         writer.__exit__(type(error) if error else None)
     except (OSError, ValueError) as caught:
@@ -100,6 +105,7 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
     sources = [TensorSource.of(name, tensor) for name, tensor in ModelTensors.of(model).tensors.items()]
     folder, name = os.path.split(os.fspath(path))
     # Of this node alone: the writers of all nodes write at the same time, and may share the folder.
+    # In the same folder, since a rename is atomic inside one file system only.
     partial = os.path.join(folder, f".{name}.node{layout.node}.partial")
     error: Exception | None = None
     if is_writer:
@@ -113,7 +119,8 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
     error = error or failed
     if is_writer and error is None:
         try:
+            # Atomic: readers see the old file or the new one, whole.
             os.replace(partial, path)
         except OSError as caught:
             error = caught
-    together(f"saving the model to {os.fspath(path)}", error)
+    raise_failure_on_all_ranks(f"saving the model to {os.fspath(path)}", error)

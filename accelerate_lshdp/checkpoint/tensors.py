@@ -1,4 +1,4 @@
-"""safetensors files written tensor by tensor and read slice by slice.
+"""Writes safetensors files tensor by tensor and reads them slice by slice.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length of the header, the header
 (JSON: name -> dtype, shape, byte range; padded with spaces to a multiple of 8), the bytes of all tensors without gaps.
@@ -47,7 +47,7 @@ WRITE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of one tensor.
+    """Name, dtype and shape of one tensor, as the header of a file has them.
 
     Raises:
         TypeError: if safetensors has no such dtype.
@@ -71,6 +71,7 @@ def in_file_order(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
     Every tensor then starts at a multiple of its element size, as readers that map the file need.
     """
+    # `sorted` is stable: tensors of one element size keep the order that all ranks have given them.
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -112,7 +113,10 @@ class SafetensorsWriter:
             }
             offset += entry.bytes
         text = json.dumps(header, separators=(",", ":")).encode()
+        # Tensors begin at a multiple of 8 bytes then: readers map them in place.
         text += b" " * (-len(text) % 8)
+        # "x": a file of that name would be another writer's. Checksum and size are taken as bytes are written, so that
+        # the file need not be read again.
         self._file = open(path, "xb")
         try:
             self._put(len(text).to_bytes(8, "little") + text)
@@ -130,15 +134,19 @@ class SafetensorsWriter:
                 f"expected {entry.name!r}, {entry.dtype} {list(entry.shape)}, "
                 f"found {name!r}, {tensor.dtype} {list(tensor.shape)}"
             )
+        # In pieces, without a copy of the tensor: a slice of a memoryview shares its memory. numpy has no bfloat16, so
+        # the bytes are viewed by torch.
         data = memoryview(as_bytes(tensor.cpu()).numpy())
         for start in range(0, len(data), WRITE_BYTES):
             self._put(data[start : start + WRITE_BYTES])
         self._next += 1
 
     def close(self) -> None:
-        """Makes sure that all tensors came and that they are on disk."""
+        """Checks that all tensors were written, and brings them to the disk."""
         if self._next != len(self.entries):
             raise ValueError(f"{len(self.entries) - self._next} of {len(self.entries)} tensors were not written")
+        # Before the folder is renamed to its final name: else a power failure could leave that name with an empty
+        # file.
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -167,6 +175,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
+        # Maps the file: opening reads the header, and slices read their own pages.
         self.path = Path(path)
         try:
             self._file = safe_open(str(path), framework="pt", device="cpu")
@@ -190,6 +199,7 @@ class SafetensorsReader:
         entry = self.entry(name)
         if region is None or not entry.shape:
             return self._file.get_tensor(name)
+        # safetensors refuses an empty slice, which a rank has of a tensor with fewer rows than ranks.
         if any(part.start >= part.stop for part in region):
             return torch.empty([max(part.stop - part.start, 0) for part in region], dtype=entry.dtype)
         return self._file.get_slice(name)[region]

@@ -1,4 +1,4 @@
-"""All nodes get the newest checkpoint that is complete on some node."""
+"""Finds the newest checkpoint that is complete on some node, and brings it to all nodes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from accelerate_lshdp.checkpoint.folder import (
 )
 from accelerate_lshdp.checkpoint.shared_folder import remove_file, wait_until
 from accelerate_lshdp.checkpoint.stream import WrittenFile
-from accelerate_lshdp.checkpoint.validation import TRAINING, Accepts, what_is_wrong
+from accelerate_lshdp.checkpoint.validation import TRAINING, DocumentCheck, find_content_error
 from accelerate_lshdp.runtime.object_exchange import (
     Attempt,
     NodeLayout,
     all_objects,
     broadcast_bytes,
-    failing_together,
+    errors_on_all_ranks,
     object_from,
-    together,
+    raise_failure_on_all_ranks,
 )
 
 
@@ -62,7 +62,7 @@ class Newest:
     paths: tuple[str | None, ...]
 
     def final_path(self, directory: Path, layout: NodeLayout) -> Path:
-        """Where this node has or will have it under its final name."""
+        """The path at which this node has or will have the checkpoint under its final name."""
         path = self.paths[layout.node]
         if path is not None and not is_hidden(Path(path)):
             return Path(path)
@@ -70,7 +70,7 @@ class Newest:
 
 
 def elect_writer(final: Path, layout: NodeLayout) -> bool:
-    """Whether this rank is to write `final` (collective).
+    """Decides whether this rank writes `final` (collective).
 
     One rank a node is, unless nodes share the parent folder: every candidate leaves a token there, and one that sees
     the token of an earlier node gives way. The parent folder is made.
@@ -78,16 +78,18 @@ def elect_writer(final: Path, layout: NodeLayout) -> bool:
     Raises:
         RuntimeError: on all ranks, if a parent folder cannot be written.
     """
+    # New each time, so that a token that a killed process has left says nothing.
     token = object_from(0, uuid.uuid4().hex)
     tokens = [token_path(final, token, node) for node in range(layout.num_nodes)]
     left = False
     try:
-        with failing_together(f"writing to {final.parent}"):
+        with errors_on_all_ranks(f"writing to {final.parent}"):
             if layout.is_writer:
                 final.parent.mkdir(parents=True, exist_ok=True)
                 tokens[layout.node].touch(exist_ok=False)
                 left = True
-        with failing_together(f"reading {final.parent}"):
+        # The first block ends with a barrier: all tokens are there when anybody looks.
+        with errors_on_all_ranks(f"reading {final.parent}"):
             elected = layout.is_writer and not any(path.exists() for path in tokens[: layout.node])
     finally:
         if left:  # everyone has looked by now, or has failed
@@ -107,32 +109,35 @@ def enter_partial_folder(stack: ExitStack, final: Path, identity: str) -> Path |
 
 
 def find_newest(
-    directory: Path, layout: NodeLayout, accepts: Accepts | None = None
+    directory: Path, layout: NodeLayout, check_document: DocumentCheck | None = None
 ) -> tuple[Newest | None, list[str]]:
-    """The newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
+    """Finds the newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
     Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
-    it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `accepts` checks what
-    the document holds for others.
+    it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `check_document`
+    checks loaders and extra values, which belong to the caller.
     """
     found: list[Found] = []
-    with failing_together(f"searching for checkpoints in {directory}"):
+    with errors_on_all_ranks(f"searching for checkpoints in {directory}"):
         if layout.is_writer:
             found = search(directory)
+    # Reversed, so that of several copies of one save the first one found stays: that with the final name.
     mine = {item.manifest.save_id: item for item in reversed(found) if item.manifest is not None}
     unreadable = [item.problem for item in found if item.problem is not None]
-    told = all_objects(([item.manifest.age for item in mine.values()], unreadable))
-    problems = [f"node of rank {rank}: {text}" for rank, (_, texts) in enumerate(told) for text in texts]
-    for age in sorted({tuple(age) for ages, _ in told for age in ages}, reverse=True):
+    findings = all_objects(([item.manifest.age for item in mine.values()], unreadable))
+    problems = [f"node of rank {rank}: {text}" for rank, (_, texts) in enumerate(findings) for text in texts]
+    # All ranks go through the same list, from the newest on, and stop at the same place: each round is a collective.
+    for age in sorted({tuple(age) for ages, _ in findings for age in ages}, reverse=True):
         save_id = age[-1]
         candidate = mine.get(save_id)
         problem = None
+        # One checkpoint at a time, since reading all files of all of them takes long, and the newest is mostly whole.
         if candidate is not None:
             problem = verify(candidate.path, candidate.manifest)
-            problem = problem or what_is_wrong(candidate.path, candidate.manifest, accepts)
+            problem = problem or find_content_error(candidate.path, candidate.manifest, check_document)
         path = str(candidate.path) if candidate and problem is None else None
-        said = candidate.manifest.files[TRAINING].crc32 if path else None
-        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, said))
+        document_crc32 = candidate.manifest.files[TRAINING].crc32 if path else None
+        answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, document_crc32))
         problems += [f"node {answer[0]}: {answer[3]}" for answer in answers if answer[3] is not None]
         holders = [rank for rank, answer in enumerate(answers) if answer[1] is not None]
         if len({answers[rank][4] for rank in holders}) > 1:
@@ -163,15 +168,17 @@ def bring_to_all_nodes(newest: Newest, directory: Path, layout: NodeLayout) -> P
     in_place = all(all_objects(here is not None and Path(here) == final))
     if not in_place:
         _name_or_send(newest, final, here, layout)
-    with failing_together(f"reading checkpoint {final}"):
+    # A node that shares its folder with the one that wrote may see the new name late.
+    with errors_on_all_ranks(f"reading checkpoint {final}"):
         wait_until(lambda: is_named(final, newest.save_id), final.parent, f"checkpoint {final}")
     return final
 
 
 def _name_or_send(newest: Newest, final: Path, here: str | None, layout: NodeLayout) -> None:
     """Gives a checkpoint its final name on nodes that have it, and sends it to the others (collective)."""
+    # One writer a folder: where nodes share it, one of them renames or receives for all.
     elected = elect_writer(final, layout)
-    with failing_together("renaming a checkpoint that a killed writer had completed"):
+    with errors_on_all_ranks("renaming a checkpoint that a killed writer had completed"):
         if elected and here is not None and Path(here) != final:
             check_replaceable(final)
             commit(Path(here), final, newest.save_id)
@@ -194,25 +201,28 @@ def _send(newest: Newest, final: Path, receives: bool, layout: NodeLayout) -> No
     what = f"sending checkpoint {final.name} to the nodes that lack it"
     is_source = layout.rank == newest.source
     text, manifest = b"", None
-    with failing_together(what):
+    with errors_on_all_ranks(what):
         if is_source:
             text, manifest = (final / MANIFEST).read_bytes(), Manifest.read(final)
         if receives:
             check_replaceable(final)
     # An identity of its own: a transfer of this checkpoint that was killed may have left a folder.
     text, manifest, identity = object_from(newest.source, (text, manifest, uuid.uuid4().hex))
+    # From here on a rank that fails keeps its error, and takes part in all broadcasts.
     attempt = Attempt()
     with ExitStack() as stack:
         folder = None
         if receives:
             folder = attempt(lambda: enter_partial_folder(stack, final, identity))
-        together(what, attempt.error)  # before anything long is sent
+        raise_failure_on_all_ranks(what, attempt.error)  # before anything long is sent
+        # In the order of the source's manifest, which all ranks have got.
         for name, written in manifest.files.items():
             _send_file(name, written, final if is_source else None, folder, newest.source, layout, attempt)
+        # The source's bytes, and last, as in a save: a transfer that is killed leaves nothing that looks complete.
         if folder is not None:
             attempt(lambda: write_file(folder / MANIFEST, text))
-        together(what, attempt.error)
-        with failing_together(what):
+        raise_failure_on_all_ranks(what, attempt.error)
+        with errors_on_all_ranks(what):
             if folder is not None:
                 commit(folder, final, newest.save_id)
 
@@ -231,6 +241,7 @@ def _send_file(
     buffer = torch.empty(min(CHUNK_BYTES, written.bytes), dtype=torch.uint8)
     reader = attempt(lambda: open(source_folder / name, "rb")) if source_folder is not None else None
     writer = attempt(lambda: open(target_folder / name, "xb")) if target_folder is not None else None
+    # As many broadcasts on all ranks: their number comes from the manifest, and not from what a rank can read.
     for start in range(0, written.bytes, CHUNK_BYTES):
         chunk = buffer[: written.bytes - start]
         if reader is not None:
@@ -241,6 +252,7 @@ def _send_file(
             attempt(lambda chunk=chunk: writer.write(chunk.numpy()))
     if writer is not None:
         attempt(lambda: _to_disk(writer))
+        # Of what arrived, computed on the way: a source that reads damaged bytes must not spread them.
         if checksum != written.crc32 and attempt.error is None:
             attempt.error = ValueError(f"{name} arrived damaged: its checksum does not match the manifest")
     for file in (reader, writer):

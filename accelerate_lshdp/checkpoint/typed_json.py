@@ -1,4 +1,4 @@
-"""Python values as JSON plus tensors, and back, type for type: no pickle.
+"""Converts Python values to JSON plus tensors, and back, type for type, without pickle.
 
 JSON's own values stand for themselves. Everything else is an object with the key ``"$"``: tuples, dictionaries with
 keys other than strings, collections.Counter (MultiStepLR has one), numpy scalars and arrays, bytes, dtypes, and
@@ -38,13 +38,16 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         NotPlainError: naming the path and the type of a value that would not come back as it is.
     """
+    # By exact type: a subclass would come back as its base. Types that are not known are an error, never a guess.
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
+    # JSON has no infinities and no NaN; repr gives back the same bits of any other float.
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
     if kind is list:
         return [encode(item, join(path, str(index)), tensors) for index, item in enumerate(value)]
+    # A dictionary with a key "$" would be taken for one of ours, so it goes the way of those with other keys.
     if kind is dict and "$" not in value and all(type(key) is str for key in value):
         return {key: encode(item, join(path, key), tensors) for key, item in value.items()}
     if kind in _MAPPING_NAMES:
@@ -71,7 +74,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The value of which `document` was made; `tensors` holds what `encode` put beside it.
+    """The value that `encode` made a document of; `tensors` holds the tensors that it put beside it.
 
     Raises:
         ValueError: if the document was not made by `encode`.
@@ -84,6 +87,7 @@ def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {key: decode(item, tensors) for key, item in document.items()}
     kind = document["$"]
     if kind in _MAPPINGS:
+        # Pairs in a list, so that keys of any type are decoded as values are, and keep their order.
         return _MAPPINGS[kind](dict(decode(document["items"], tensors)))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decode(document["items"], tensors))
@@ -113,7 +117,7 @@ def decode(document: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def tensor_paths(document: Any) -> list[str]:
-    """Names of all tensors that belong to a document."""
+    """The paths of all tensors that a document refers to."""
     if isinstance(document, list):
         return [path for item in document for path in tensor_paths(item)]
     if not isinstance(document, dict):
@@ -124,6 +128,8 @@ def tensor_paths(document: Any) -> list[str]:
 
 
 def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    # Subclasses (quantised, masked, ...) may compute with more than their elements, and would come back as plain
+    # tensors.
     if type(value) not in (torch.Tensor, torch.nn.Parameter) and not isinstance(value, DTensor):
         raise NotPlainError(f"{path} is a {type(value).__qualname__}, a kind of tensor that a checkpoint cannot hold")
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:

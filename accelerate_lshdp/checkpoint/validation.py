@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Whether what a checkpoint says is what a save writes: checksums tell that it arrived, not that it makes sense.
+"""Checks that the documents of a checkpoint are what a save writes; checksums only tell that they were not damaged.
 
-Asked before a checkpoint is chosen, so that one with wrong contents is passed over for an older one. Nothing here
-knows the run that loads: what is well formed, but of another model, is an error of its own.
+It is called before a checkpoint is chosen, so that one with wrong contents is passed over for an older one. Nothing
+here knows the run that loads: documents that are well formed, but of another model, are an error of `restore`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from accelerate_lshdp.checkpoint.typed_json import decode
 TRAINING = "training.json"
 _TENSORS = ("training.safetensors", "random_states.safetensors", "rank_tensors.safetensors")
 _SECTIONS = ("models", "schedulers", "scaler", "loaders", "extra", "custom", "optimizers", "random_states")
-#: Checks loaders and extra values, which belong to whoever saved them; raises what it finds wrong.
-Accepts = Callable[[list[dict], dict], None]
+#: Checks loaders and extra values, which belong to the caller of save and load; raises what it finds wrong.
+DocumentCheck = Callable[[list[dict], dict], None]
 
 
-def what_is_wrong(folder: Path, manifest: Manifest, accepts: Accepts | None = None) -> str | None:
-    """What a checkpoint with right checksums says that no save wrote, with its place; None if nothing.
+def find_content_error(folder: Path, manifest: Manifest, check_document: DocumentCheck | None = None) -> str | None:
+    """The first thing in a checkpoint's documents that no save writes, with its place; None if there is nothing.
 
     Args:
         folder: of a checkpoint whose files have the checksums of its manifest.
         manifest: its manifest.
-        accepts: checks what the document holds for others.
+        check_document: checks loaders and extra values.
     """
+    # A checksum can be right and the contents wrong: of a file edited by hand with its manifest, or of a faulty
+    # release.
     try:
-        _Contents(folder, manifest).check(accepts)
-    except Exception as error:  # whatever wrong contents lead to, this checkpoint is of no use
+        _Contents(folder, manifest).check(check_document)
+    except Exception as error:  # wrong contents can lead to any error, and this checkpoint is of no use then
         said = str(error) if isinstance(error, ValueError) else f"found what no save writes ({error!r:.200})"
         return f"{folder / TRAINING} has the right checksum, but wrong contents: {said}"
     return None
@@ -57,12 +59,14 @@ class _Contents:
             _require(key in self.document, key, "nothing", "a value")
         self.shared = SafetensorsReader(folder / _TENSORS[0])
         self.random = SafetensorsReader(folder / _TENSORS[1])
-        SafetensorsReader(folder / _TENSORS[2])
+        SafetensorsReader(folder / _TENSORS[2])  # opened only, which checks its header
         self.models: list[SafetensorsReader] = []
         self.aliases: list[Mapping[str, str]] = []
         self.left_out: set[int] = set()  # models that hooks of the script have saved, of which nothing is known here
 
-    def check(self, accepts: Accepts | None) -> None:
+    def check(self, check_document: DocumentCheck | None) -> None:
+        """Checks section by section, and raises ValueError with the place of the first thing that is wrong."""
+        # Models before optimizers, whose state is compared with the shapes of the models' parameters.
         for index in _sequence(self.document.get("left_out", []), "left_out"):
             _require(type(index) is int and index >= 0, "left_out", index, "the number of a model, counted from 0")
             self.left_out.add(index)
@@ -78,8 +82,8 @@ class _Contents:
         self._check_random_states()
         loaders = [_mapping(state, f"loaders[{i}]") for i, state in enumerate(self._decoded_list("loaders"))]
         extra = _mapping(self._decoded(self.document["extra"], "extra", self.shared), "extra")
-        if accepts is not None:
-            accepts(loaders, extra)
+        if check_document is not None:
+            check_document(loaders, extra)
 
     def _check_model(self, index: int, saved: object) -> None:
         place = f"models[{index}]"
@@ -126,7 +130,8 @@ class _Contents:
                 _require(shape == expected, place, f"shape {list(shape)}", f"{list(expected)}, the parameter's")
 
     def _shape(self, name: object, place: str) -> tuple[int, ...] | None:
-        """Of the parameter that optimizers know as ``model_0.weight``; None if its model was left out."""
+        """The shape of the parameter that optimizers know as ``model_0.weight``; None if its model was left out."""
+        # Optimizers number all models; files number those that were saved.
         if isinstance(name, str):
             if any(name.startswith(f"model_{index}.") for index in self.left_out):
                 return None
@@ -177,7 +182,7 @@ class _Contents:
 
 
 class _Named(Mapping):
-    """Stands for the tensors of a file, of which only the names are looked at: their values can be large."""
+    """Mapping of the names in a file to small tensors: only the names are checked, and the values can be large."""
 
     def __init__(self, reader: SafetensorsReader) -> None:
         self._names = reader.names

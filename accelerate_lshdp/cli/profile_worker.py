@@ -26,7 +26,7 @@ from accelerate_lshdp.cli.profile import SUBJECT_ADVICE, add_measuring_arguments
 from accelerate_lshdp.cli.progress import progress
 from accelerate_lshdp.documents.plan import Cluster
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
 _NAME = "accelerate_lshdp.cli.profile_worker"
@@ -98,7 +98,7 @@ def _errors_on_all_ranks() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as found:
         error = str(found)
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
 def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> ProfilingOptions:

@@ -1,4 +1,4 @@
-"""Batch normalisation over the micro-batches of ranks: whose running statistics count, and too small batches."""
+"""Batch normalisation in micro-batches of unequal ranks: running statistics of rank 0, and batches of one value."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 class RunningStatistics:
-    """The running statistics of a model's normalisations, which each rank takes over its own micro-batches.
+    """The running statistics of a model's normalisations, which each rank computes from its own micro-batches.
 
-    In training they are written only. What an evaluation and a checkpoint read are those of rank 0, as with torch's
-    DDP, which sends them with every forward; once a step is enough for that.
+    In training these statistics are written only. Evaluations and checkpoints use those of rank 0, as with torch's
+    DDP, which broadcasts them before every forward; once a step is enough for that.
 
     Args:
         module: the model.
@@ -29,17 +29,18 @@ class RunningStatistics:
         self._clock = clock
 
     @torch.no_grad()
-    def share(self) -> None:
-        """Makes the statistics of all ranks those of rank 0 (collective, if there are any)."""
+    def broadcast(self) -> None:
+        """Copies the statistics of rank 0 to all ranks (collective, if the model has any)."""
+        # The same list on all ranks, as they have the same model: either all of them broadcast, or none does.
         statistics = [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
         if not statistics:
             return
         # As bytes: counts of batches are integers. In one message: a network takes as long for a small one.
         pieces = [buffer.reshape(-1).view(torch.uint8) for buffer in statistics]
-        together = torch.cat(pieces)
+        message = torch.cat(pieces)
         with self._clock.waiting():
-            dist.broadcast(together, src=0)
-        for buffer, piece in zip(statistics, together.split([len(piece) for piece in pieces]), strict=True):
+            dist.broadcast(message, src=0)
+        for buffer, piece in zip(statistics, message.split([len(piece) for piece in pieces]), strict=True):
             buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))  # a clone is aligned for every dtype
 
 
@@ -58,10 +59,12 @@ class _SingleValues:
         self._switched = False
 
     def before(self, norm: nn.modules.batchnorm._BatchNorm, inputs: tuple) -> None:
+        """Forward pre-hook: puts the normalisation in evaluation mode for a micro-batch of one value per channel."""
         shape = inputs[0].shape if inputs and isinstance(inputs[0], torch.Tensor) else ()
         if not norm.training or len(shape) < 2:
             return
         if shape[0] * math.prod(shape[2:]) == 1 and norm.running_mean is not None and self._others_are_larger():
+            # Of this module alone: eval() of a block would switch its dropout off, too.
             self._switched, norm.training = True, False
             self._say(
                 "a micro-batch has one value per channel for batch normalisation, which has no variance: it is "
@@ -70,16 +73,17 @@ class _SingleValues:
             )
 
     def after(self, norm: nn.modules.batchnorm._BatchNorm, inputs: tuple, output: object) -> None:
+        """Forward hook: puts the normalisation back in training mode, if ``before`` has changed that."""
         if self._switched:
             self._switched, norm.training = False, True
 
 
-def take_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
+def allow_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
     """Lets a model's batch normalisations take the micro-batches of a short global batch.
 
     Args:
         module: the model.
-        others_are_larger: whether a rank has micro-batches of more than one sample in a full global batch.
+        others_are_larger: tells whether a rank has micro-batches of more than one sample in a full global batch.
         say: tells the user when a single value was taken.
     """
     for norm in module.modules():
@@ -87,4 +91,4 @@ def take_single_values(module: nn.Module, others_are_larger: Callable[[], bool],
             hook = _SingleValues(others_are_larger, say)
             norm.register_forward_pre_hook(hook.before)
             norm.register_forward_hook(hook.after, always_call=True)  # also when the forward fails
-            leave_hooks_out(norm)
+            exclude_hooks_from_pickles(norm)

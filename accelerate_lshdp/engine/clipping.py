@@ -1,4 +1,4 @@
-"""Gradient clipping over parameters that live in different places.
+"""Clips gradients of parameters that are whole, sharded or shared inside a node.
 
 Torch's own ``clip_grad_norm_`` does not work on parameters of different meshes. The norm is taken over each rank's own
 shard, combined over the ranks that share a copy, and is then the same everywhere.
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
-from accelerate_lshdp.engine.stores.shared.store import NodeOwnership
-from accelerate_lshdp.engine.stores.shared.table import Meeting
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
+from accelerate_lshdp.runtime.profiler_labels import label
 
 
 @torch.no_grad()
@@ -32,11 +33,14 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
         ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    total = total_norm(parameters, norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for local in _own_gradients(parameters):
-        local.mul_(scale.to(local.device, local.dtype))
-    _meet(parameters)
+    with label("clip_gradients"):
+        # On nodes that share gradients this is a barrier, too: no rank scales before all have read.
+        total = total_norm(parameters, norm_type)
+        # A tensor, and multiplied with even where it is 1: looking at its value would make the host wait for a device.
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for local in _own_gradients(parameters):
+            local.mul_(scale.to(local.device, local.dtype))
+        _node_barrier(parameters)
     return total
 
 
@@ -45,6 +49,8 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
 
     Collective over the shard groups of those that are sharded, and over the nodes of those that nodes share.
     """
+    # Dictionaries keep the order of the parameters, which is the same on all ranks: so all ranks start the collectives
+    # of several meshes in the same order.
     norm_type = float(norm_type)
     by_mesh: dict[object, list[torch.Tensor]] = {}
     by_node: dict[NodeReduction, list[tuple[NodeOwnership, torch.Tensor]]] = {}
@@ -69,6 +75,7 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
 
 def _power_sum(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Sum of |x|^p over the tensors (their maximum for p = inf), in at least fp32."""
+    # The square of a gradient of 256 is more than fp16 can hold, and bf16 has 8 bits to add up with.
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype.to_real())
@@ -88,6 +95,8 @@ def _over_node(
 
     The parts are added parameter by parameter, so that nodes with different numbers of ranks get the same bits.
     """
+    # Each part alone, as a double, which holds an fp32 exactly: rounding happens in one place, the sum below, in the
+    # order of the parameters.
     own = {owner.index: _power_sum([gradient], norm_type) for owner, gradient in shared if owner.owned}
     posted = reduction.exchange({index: float(part) for index, part in own.items()})
     dtype = torch.float32
@@ -99,6 +108,7 @@ def _over_node(
 
 def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tensor:
     """Combines each rank's part over its shard group; host tensors travel through the mesh's device."""
+    # Gradients of offloaded parameters are on the host, and the mesh's group may know its device only (NCCL).
     staged = part.to(mesh.device_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     dist.all_reduce(staged, op=op, group=mesh.get_group())
@@ -109,14 +119,15 @@ def _over_mesh(part: torch.Tensor, mesh: object, norm_type: float) -> torch.Tens
 def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamps every gradient element to [-clip_value, clip_value] in place (collective over nodes that share them)."""
     parameters = [p for p in parameters if p.grad is not None]
-    _meet(parameters)
-    for local in _own_gradients(parameters):
-        local.clamp_(-clip_value, clip_value)
-    _meet(parameters)
+    with label("clip_gradients"):
+        _node_barrier(parameters)  # another rank of the node may still be looking at them as they were
+        for local in _own_gradients(parameters):
+            local.clamp_(-clip_value, clip_value)
+        _node_barrier(parameters)
 
 
 def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What this rank may change: its shards, whole gradients, and of those that its node shares the ones it owns."""
+    """The gradients that this rank changes: its shards, whole ones, and those of its node's that it owns."""
     for parameter in parameters:
         ownership = NodeOwnership.of(parameter)
         if ownership is None:
@@ -125,13 +136,11 @@ def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
             yield parameter.grad.data  # does not count as a change by the script, which is refused
 
 
-def _meet(parameters: Iterable[torch.Tensor]) -> None:
-    """Waits for the other ranks of the node, around changes of gradients: each rank has seen those before, or sees all
-    of those after.
-    """
+def _node_barrier(parameters: Iterable[torch.Tensor]) -> None:
+    """Waits until all ranks of the node are here, so that none reads shared gradients while another changes them."""
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
-        reduction.barrier(Meeting.CLIPPING)
+        reduction.barrier(BarrierPurpose.CLIPPING)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
-from accelerate_lshdp.engine.stores.shared.store import check_optimizer, hide_what_others_update
+from accelerate_lshdp.engine.stores.shared.ownership import check_optimizer, hide_unowned_gradients
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -84,7 +84,7 @@ class Engine:
             model: see `Placement.place`.
             before: its parameters by name, as optimizers of the script may have them.
         """
-        prepared = self.placement.place(model, beside=len(self.models))
+        prepared = self.placement.place(model, model_index=len(self.models))
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if name in after and after[name] is not parameter:
@@ -106,7 +106,7 @@ class Engine:
             if prepared not in self.models:
                 self.models.append(prepared)
             return prepared
-        if not prepared.steps_alone:
+        if not prepared.can_step_locally:
             raise ValueError(
                 "found a model that another accelerator of this process prepared, which has divided its parameters "
                 "among ranks, or lets those of a node share them: only that one can train it. Use one accelerator for "
@@ -142,7 +142,7 @@ class Engine:
         """Shares those of all models' normalisations, whichever of them a rank's loss depends on (collective)."""
         if self.topology.world_size > 1:
             for prepared in self.models:
-                prepared.statistics.share()
+                prepared.statistics.broadcast()
 
     def parameters_loaded(self) -> None:
         """Says that all ranks have set all parameters to those of a checkpoint."""
@@ -205,7 +205,7 @@ class Engine:
 
     def hide_gradients_of_others(self, optimizer: torch.optim.Optimizer) -> None:
         """Hides from an optimizer the gradients that another rank of the node steps with, until `after_step`."""
-        self._hidden += hide_what_others_update(optimizer)
+        self._hidden += hide_unowned_gradients(optimizer)
 
     def forget_hidden(self) -> None:
         """Forgets the gradients that were hidden for a step that failed."""

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Torch's fused optimizer steps on CPUs.
+"""Chooses torch's fused optimizer kernels on CPUs.
 
 Left to itself torch steps parameter by parameter there, with a pass over memory for each operation; its fused
 kernels do the same arithmetic in one pass (AdamW of 14 M parameters: a third of the time). The step is part of what

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``load_state_dict`` of prepared models, and of parts of them, where ranks share parameters or each has its shards.
+"""Hooks for ``load_state_dict`` of prepared models, and of parts of them, whose parameters are shared or sharded.
 
 All ranks call it together, with whole tensors, as where each rank has a model for itself.
 """
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accelerate_lshdp.engine.module_state import leave_hooks_out
+from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.failures import failures_explained
 
 
 class _Loading:
-    """Hooks of all modules of a prepared model: torch calls them for each one that it loads."""
+    """The hooks of all modules of a prepared model that torch calls before and after it loads each of them."""
 
     def __init__(self, prepared: PreparedModel) -> None:
         self._prepared = weakref.ref(prepared)
@@ -38,7 +38,7 @@ class _Loading:
 
     def after(self, module: nn.Module, _: Any) -> None:
         prepared = self._prepared()
-        # Once for all parts, which come before the module that holds them.
+        # Once for all parts: torch calls this for each of them, and for the module that holds them last.
         if prepared is not None and self._loaded is not None and self._loaded() is module:
             self._loaded = None
             prepared.parameters_loaded()
@@ -50,7 +50,7 @@ def follow_loading(prepared: PreparedModel) -> None:
     for module in prepared.module.modules():
         module.register_load_state_dict_pre_hook(loading.before)
         module.register_load_state_dict_post_hook(loading.after)
-        leave_hooks_out(module)
+        exclude_hooks_from_pickles(module)
 
 
 def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -61,6 +61,8 @@ def cut_whole_tensors(module: nn.Module, state: dict[str, Any], prefix: str) -> 
         # Torch itself tells of another shape.
         if whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:
             mesh, placements = parameter.device_mesh, parameter.placements
+            # Without a source rank each rank cuts its own tensor. The default scatters that of rank 0, in a collective
+            # for each parameter, though all ranks have the same.
             state[prefix + name] = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Gradients of one rank alone: ``model.no_sync()``, and optimizer steps that are made with them.
+"""Gradients that were not summed over ranks (``model.no_sync()``), and optimizer steps that are made with them.
 
 Most steps inside ``no_sync`` are the first micro-batches of a step whose last backward sums over all ranks. LocalSGD
 steps with what is there: every rank by itself, on whole parameters of its own, which it averages now and then.
@@ -11,42 +11,52 @@ import torch
 
 
 class LocalGradients:
-    """How much the losses count whose gradients a rank holds, not summed with those of the others.
+    """The summed weights of the losses whose gradients a rank holds and has not summed with those of other ranks.
 
-    A loss is weighted by what it is of the global batch, so that the sum over all ranks is right. A step of one rank
-    alone should be of the mean loss of its own batch: there every rank counts as if batches were equal.
+    A loss is weighted by its share of the global batch, so that the sum over all ranks is right. A step that one rank
+    makes by itself should be of the mean loss of its own batch: it needs the weight that equal batches would have.
+
+    Attributes:
+        held: whether the rank holds such gradients.
     """
 
     def __init__(self) -> None:
         self.held = False
-        self._weight = self._alone = 0.0
+        self._weight = self._equal_weight = 0.0
 
     def begin(self, has_gradients: bool) -> None:
-        """A backward begins, of a model that has gradients already or none: ``zero_grad`` has dropped them."""
+        """Begins a backward of a model that has gradients already, or none, if ``zero_grad`` has dropped them."""
         if not has_gradients:
             self.clear()
 
-    def add(self, weight: float, alone: float) -> None:
-        """A backward has added gradients of a loss that counts by ``weight``, and in equal batches by ``alone``."""
-        self.held = True
-        self._weight += weight
-        self._alone += alone
-
-    def clear(self) -> None:
-        """The gradients were summed over all ranks, used, or dropped."""
-        self.held = False
-        self._weight = self._alone = 0.0
-
-    def use(self, gradients: list[torch.Tensor], inside_no_sync: bool, may_step_alone: bool) -> None:
-        """Makes gradients that are held those of the rank's own mean loss, for a step that it makes alone.
+    def add(self, weight: float, equal_weight: float) -> None:
+        """Counts a backward that has added gradients.
 
         Args:
-            gradients: that the step is made with.
-            inside_no_sync: whether the step is made there, which says that it is meant so.
-            may_step_alone: whether the rank has the parameters for itself.
+            weight: what its loss was multiplied with.
+            equal_weight: what it would have been multiplied with if all ranks had equal batches.
+        """
+        self.held = True
+        self._weight += weight
+        self._equal_weight += equal_weight
+
+    def clear(self) -> None:
+        """Forgets the weights: the gradients were summed over all ranks, used, or dropped."""
+        self.held = False
+        self._weight = self._equal_weight = 0.0
+
+    def rescale_for_local_step(
+        self, gradients: list[torch.Tensor], inside_no_sync: bool, may_step_alone: bool
+    ) -> None:
+        """Rescales gradients of one rank to those of the mean loss of its own batch, for a step that it makes alone.
+
+        Args:
+            gradients: those that the step is made with; they are changed in place.
+            inside_no_sync: whether the step is made inside ``no_sync``, which says that it is meant for this rank.
+            may_step_alone: whether the rank has whole parameters of its own.
 
         Raises:
-            RuntimeError: it is not meant so, or the rank has not.
+            RuntimeError: the step is outside ``no_sync``, or ranks share the parameters.
         """
         if not inside_no_sync:
             raise RuntimeError(
@@ -60,6 +70,7 @@ class LocalGradients:
                 "but ranks share the parameters. Use strategy ddp, under which every rank has its own; or step "
                 "outside no_sync(), after a backward that sums the gradients"
             )
-        if self._weight not in (0.0, self._alone):
-            torch._foreach_mul_(gradients, self._alone / self._weight)
+        # A weight of 0 is that of a rank without a sample, whose gradients are zeros. Equal weights need no rounding.
+        if self._weight not in (0.0, self._equal_weight):
+            torch._foreach_mul_(gradients, self._equal_weight / self._weight)
         self.clear()

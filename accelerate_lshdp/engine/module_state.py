@@ -1,4 +1,4 @@
-"""What is attached to a user's module while it is prepared, and left out of its pickles and copies.
+"""Attributes and hooks of a user's module while it is prepared, which its pickles and copies leave out.
 
 ``torch.save``, ``pickle`` and ``copy.deepcopy`` of a prepared module give the user's module, as if it had never been
 prepared: no hook of this package, nothing that holds process groups, and nothing that needs the package to be read.
@@ -23,9 +23,9 @@ _ATTRIBUTES = (PREPARED, "no_sync", "_apply", "__reduce_ex__")
 
 
 class Preparation(Protocol):
-    """What was prepared around a module, as far as the module's own methods need it: see ``PreparedModel``."""
+    """The calls of ``PreparedModel`` that a module's own methods need."""
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool: ...
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool: ...
 
     def refuse_copy(self) -> None: ...
 
@@ -33,7 +33,7 @@ class Preparation(Protocol):
 
 
 class Link:
-    """Leads from a module to what was prepared around it, and keeps it alive; a copy leads nowhere."""
+    """A reference from a module to its ``PreparedModel``, which it keeps alive; a copy of it is empty."""
 
     def __init__(self, prepared: Preparation | None = None) -> None:
         self.prepared = prepared
@@ -63,12 +63,13 @@ class NoSync:
 
 
 class _Method:
-    """A method of one module; taken along by a ``__deepcopy__`` of the module's own class, it is the copy's."""
+    """A method of one module; copied by a ``__deepcopy__`` of the module's own class, it is a method of the copy."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._reference = None if module is None else weakref.ref(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        # `memo` leads from the id of what was copied to its copy; a bound method would go on leading to the original.
         module = None if self._reference is None else self._reference()
         return type(self)(memo.get(id(module)))
 
@@ -94,7 +95,9 @@ class _Conversion(_Method):
 
     def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         module, prepared = self.module, self.prepared
-        if prepared is not None and prepared.keeps(convert):
+        # torch's _apply replaces parameters even by an equal copy, which would lead them out of buckets, shared memory
+        # and shards.
+        if prepared is not None and prepared.skips_conversion(convert):
             return module
         return type(module)._apply(module, convert, *args, **kwargs)
 
@@ -106,6 +109,7 @@ class _Reduction(_Method):
         module, prepared = self.module, self.prepared
         if prepared is not None:
             prepared.refuse_copy()
+        # By the class: the instance's attribute is this object.
         reduced = type(module).__reduce_ex__(module, protocol)
         if not isinstance(reduced, tuple) or len(reduced) < 3:
             return reduced
@@ -113,18 +117,20 @@ class _Reduction(_Method):
 
 
 def mark(module: nn.Module, link: Link) -> None:
-    """Attaches what a prepared module has; its state dict stays as it is."""
+    """Attaches a link to what was prepared, and the methods that go by it; the state dict stays as it is."""
     # Not by setattr: modules may have one of their own.
     vars(module).update({PREPARED: link, "no_sync": NoSync(link.prepared), "_apply": _Conversion(module)})
-    leave_hooks_out(module)
+    exclude_hooks_from_pickles(module)
 
 
 def unmark(module: nn.Module) -> None:
-    """Takes from a module and its parts what `mark` attached, and all hooks of this package, for good."""
+    """Removes from a module and its parts what `mark` attached, and all hooks of this package."""
     for part in module.modules():
         attributes = vars(part)
         for name in _ATTRIBUTES:
             attributes.pop(name, None)
+        # Every dictionary of hooks that nn.Module has in this version of torch (_forward_hooks,
+        # _forward_hooks_always_called, ...): the number of one hook is in several of them.
         hooks = [value for name, value in attributes.items() if "_hooks" in name and isinstance(value, dict)]
         ours = {key for of_kind in hooks for key, hook in of_kind.items() if _is_ours(hook)}
         for of_kind in hooks:
@@ -132,7 +138,7 @@ def unmark(module: nn.Module) -> None:
                 del of_kind[key]
 
 
-def leave_hooks_out(module: nn.Module) -> None:
+def exclude_hooks_from_pickles(module: nn.Module) -> None:
     """Keeps hooks of this package out of a module's pickles and copies."""
     vars(module)["__reduce_ex__"] = _Reduction(module)
 
@@ -156,7 +162,9 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def would_stay(convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, device: torch.device) -> bool:
+def is_noop_conversion(
+    convert: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, device: torch.device
+) -> bool:
     """Whether a conversion leaves a module's parameters and buffers as and where they are.
 
     Args:

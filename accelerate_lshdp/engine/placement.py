@@ -1,4 +1,4 @@
-"""Puts a model where its strategy says: from policies to a prepared model."""
+"""Prepares a model as its strategy says: makes groups and collectives, and chooses the store of its parameters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
+# Formats of a reduce-scatter. A plan with a world-sharded strategy refuses the others, which only all-reduce.
 _WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class Placement:
-    """Places models of one run.
+    """Prepares the models of one run, all by the same policies.
 
     Args:
         policies: the resolved strategy.
@@ -39,7 +40,8 @@ class Placement:
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
-        partners: ranks that sum a bucket between nodes in the run that this one stands for; None: those of this one.
+        reducing_ranks: number of ranks that sum a bucket between nodes; None: as in this run. A profile, which
+            measures one rank alone, gives the number of the run that it is made for.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Placement:
         prefetch: int,
         bucket_bytes: int | None,
         reduction: GradientReduction | None = None,
-        partners: int | None = None,
+        reducing_ranks: int | None = None,
     ) -> None:
         self.policies = policies
         self.topology = topology
@@ -68,18 +70,20 @@ class Placement:
             LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
         )
         self.reduction = reduction
-        self.partners = len(policies.replica_groups[0]) if partners is None else partners
+        self.reducing_ranks = len(policies.replica_groups[0]) if reducing_ranks is None else reducing_ranks
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
 
-    def place(self, model: nn.Module, beside: int = 0) -> PreparedModel:
+    def place(self, model: nn.Module, model_index: int = 0) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
 
         Args:
             model: for ``ddp`` on its device; else in host memory or on the device, changed in place.
-            beside: number of models that were placed for the same training before.
+            model_index: counts from 0 the models that are placed for the same training, in the same order on all
+                ranks; each has groups of its own.
         """
-        self.groups.model = beside
+        self.groups.model = model_index
+        # Before anything is cut: FSDP2 never broadcasts, and replicas that start differently stay different.
         if self.topology.world_size > 1:
             broadcast_initial_state(model, self.device)
         self._made.clear()
@@ -102,14 +106,19 @@ class Placement:
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
-                partners=self.partners,
+                reducing_ranks=self.reducing_ranks,
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
             return ReplicatedModel(
-                model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes, partners=self.partners
+                model,
+                self._reduction(world),
+                self.clock,
+                bucket_bytes=self.bucket_bytes,
+                reducing_ranks=self.reducing_ranks,
             )
+        # FSDP2 wants a process group, also of one process that was not launched.
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         all_gather, reduce_scatter = self._unit_collectives()
@@ -127,18 +136,22 @@ class Placement:
         )
 
     def _unit_collectives(self) -> tuple[AllGather, ReduceScatter]:
-        """How a unit's parameters are gathered from its shard group, and its gradients scattered over it."""
+        """The collectives that gather a unit's parameters from its shard group and scatter its gradients over it."""
         if not self.policies.strategy.is_world_sharded:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock)
         dtype = _WIRE_DTYPES[self.communication.dtype]
         nodes, rank = self.topology.node_groups, self.topology.rank
+        # Two stages need as many ranks on every node, and gain nothing where a node has one rank or is alone.
         if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype)
+        # Making a group is collective: all ranks make those of the nodes first, then those across nodes.
         places = tuple(zip(*nodes, strict=True))
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         return TwoStageAllGather(stages, self.clock), TwoStageReduceScatter(stages, self.clock, dtype=dtype)
 
     def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
+        """What sums gradients over this rank's group of a partition (collective); None if groups have one rank."""
+        # The same on all ranks: all groups of a partition have one rank, or none has.
         if len(partition[0]) == 1:
             return None
         if self.reduction is not None:
@@ -147,6 +160,7 @@ class Placement:
         return self._make_reduction(group, make_second_group(self.communication, partition))
 
     def _make_reduction(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None) -> GradientReduction:
+        # A checkpoint saves what these keep from step to step, in the order of making.
         self._made.append(make_reduction(self.communication, group, second_group))
         return self._made[-1]
 

@@ -1,4 +1,4 @@
-"""From a strategy to what FSDP2 is told: groups, resharding, offload and precision, as plain data.
+"""Policies of a strategy on a topology: groups, resharding, offload and precision, as plain data.
 
 Resolving needs neither a process group nor a device, so what a CUDA run would use can be looked at anywhere.
 """
@@ -21,7 +21,7 @@ _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Mechanism(str, Enum):
-    """What carries a strategy out."""
+    """How a strategy keeps a model's parameters and sums their gradients."""
 
     REPLICATED = "replicated"  # whole parameters in the memory of each rank, gradients in buckets
     NODE_SHARED = "node_shared"  # one copy a node, in memory that its ranks map
@@ -30,7 +30,7 @@ class Mechanism(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShardingPolicies:
-    """What one strategy means on one topology.
+    """The policies that one strategy resolves to on one topology.
 
     Attributes:
         strategy: the strategy that was resolved.
@@ -65,7 +65,7 @@ class ShardingPolicies:
 
 
 def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, intra_node: str) -> Mechanism:
-    """What carries a strategy out.
+    """Chooses the mechanism for a strategy on a topology.
 
     On CPUs host memory is device memory, so a node's copy of the parameters need not be gathered block by block: its
     ranks map it, and a rank that has its node for itself keeps it as it is.
@@ -84,6 +84,7 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
         return Mechanism.REPLICATED
     if device_type != "cpu" or not strategy.is_node_sharded or intra_node == "collectives":
         return Mechanism.FSDP2
+    # A rank that has its node for itself holds the node's one copy: whole parameters, with nothing to share.
     if max(topology.node_sizes) == 1:
         return Mechanism.REPLICATED
     return Mechanism.NODE_SHARED if NodeMemory.missing() is None else Mechanism.FSDP2
@@ -153,6 +154,8 @@ def resolve_policies(
         reshard_after_forward=not gather_once if reshard_after_forward is None else reshard_after_forward,
         gather_once_a_step=gather_once,
         offload=CPUOffloadPolicy(pin_memory=pinned) if strategy.is_offloaded else OffloadPolicy(),
+        # Gradients are summed in fp32, whatever precision computes: accelerate's own policy would sum them in 16 bits.
+        # Only the root converts its output: FSDP2's output_dtype on a block would hand fp32 to the next block.
         precision=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None),
         output_dtype=torch.float32 if compute else None,
         notice=notice,
@@ -160,6 +163,6 @@ def resolve_policies(
 
 
 def _replica_groups(shard_groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks with the same place in their shard group; in smaller groups ranks take several places in turn."""
+    """Groups of ranks with the same place in their shard groups; in smaller ones ranks take several places in turn."""
     places = range(max(map(len, shard_groups)))
     return tuple(tuple(group[place % len(group)] for group in shard_groups) for place in places)

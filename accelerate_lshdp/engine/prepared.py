@@ -1,4 +1,4 @@
-"""What the accelerator sees of a model that is being trained: the same few calls for every strategy."""
+"""The interface of a model that is being trained: the same few calls for every strategy."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class PreparedModel(ABC):
         statistics: those that its normalisations keep of what they have seen.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
         local: the gradients that this rank holds alone.
-        steps_alone: whether a rank has whole parameters for itself, so that it may step with them.
+        can_step_locally: whether a rank has whole parameters for itself, so that it may step with them.
     """
 
     module: nn.Module
     loss_multiplier: float = 1.0
     reductions: tuple[GradientReduction, ...] = ()
     can_be_completed: bool = True
-    steps_alone = False
+    can_step_locally = False
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module
@@ -65,7 +65,7 @@ class PreparedModel(ABC):
         self.statistics = RunningStatistics(module, clock)
         self.on_training_forward: Callable[[], None] | None = None
         self._used: set[int] = set()
-        self._usage_told = False
+        self._usage_reported = False
         self.local = LocalGradients()
         mark(module, Link(self))
         module.register_forward_pre_hook(_before_forward)
@@ -91,7 +91,8 @@ class PreparedModel(ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards of forwards inside only add to what this rank (or its node) has, whatever is set meanwhile."""
+        """Makes backwards of forwards inside the block only accumulate gradients on this rank (or its node)."""
+        # Counted, not a flag: contexts may be nested, as those of the script inside one of accelerate.
         before = self._synchronises
         self.within_no_sync += 1
         try:
@@ -109,12 +110,12 @@ class PreparedModel(ABC):
         self._synchronises = synchronises
 
     def forward_begins(self) -> None:
-        """Says that a forward of the whole model begins."""
+        """Notes that a forward of the whole model begins; called by a hook of the module."""
         self.synchronise_next = self.requires_synchronisation
         if self.on_training_forward is not None and self.module.training and torch.is_grad_enabled():
             self.on_training_forward()
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Whether a conversion of the whole module (``.to()``, ``.float()``, ``.cpu()``, ...) is to be left out.
 
         Args:
@@ -131,23 +132,27 @@ class PreparedModel(ABC):
 
     @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
-        """Makes ready for autograd."""
+        """Makes the store ready for autograd.
+
+        Args:
+            synchronise: whether this backward's gradients are summed over ranks, with what was not summed before.
+        """
 
     @abstractmethod
     def deliver_backward(self) -> None:
-        """Hands in what autograd did not produce on this rank but others wait for; does not wait itself."""
+        """Hands in gradients that autograd did not produce on this rank but others wait for; does not wait itself."""
 
     @abstractmethod
     def finish_backward(self) -> None:
-        """Completes what was begun."""
+        """Waits for the reductions of this backward; if it was synchronised, ``.grad`` is final afterwards."""
 
     @abstractmethod
     def cancel_backward(self) -> None:
-        """Undoes ``begin_backward``: the loss did not depend on this model."""
+        """Undoes ``begin_backward``, as the loss did not depend on this model."""
 
     @abstractmethod
     def abandon_backward(self) -> None:
-        """Forgets a backward that was begun and failed."""
+        """Forgets a backward that was begun and has failed; does not wait for other ranks."""
 
     @abstractmethod
     def trainable_parameters(self) -> list[nn.Parameter]:
@@ -195,7 +200,7 @@ class PreparedModel(ABC):
             )
 
     def before_step(self) -> None:
-        """Says that an optimizer is about to change parameters.
+        """Checks and prepares the parameters for an optimizer that is about to change them.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.
@@ -208,46 +213,50 @@ class PreparedModel(ABC):
             )
 
     def after_step(self) -> None:
-        """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        """Lets other ranks go on, as an optimizer has changed the parameters (collective where ranks share them)."""
         return
 
     def loading_begins(self, state: dict[str, Any]) -> None:
-        """Says that this rank loads a state into the model or a part of it (collective, but where ranks are apart)."""
+        """Prepares for ``load_state_dict`` of the model or a part of it (collective, except where ranks are apart)."""
         return
 
     def parameters_loaded(self) -> None:
-        """Says that all ranks have set the parameters to the same values."""
+        """Takes note that all ranks have set the parameters to the same values."""
         return
 
     def collective_begins(self) -> None:
-        """Says that this rank calls something in which all ranks of the world take part."""
+        """Takes note that this rank is about to call a collective of the whole world."""
         return
 
     def mark_used(self, index: int) -> None:
-        """Called when autograd has produced a gradient for trainable parameter ``index`` on this rank."""
+        """Takes note that autograd has produced a gradient for trainable parameter ``index`` on this rank."""
+        # Else it is a loss.backward() of the script; its gradients are of this rank alone, and `before_step` refuses
+        # them.
         if not self.in_backward:
             self.bypassed = True
         self.took_part = True
         self._used.add(index)
 
     def take_usage(self) -> torch.Tensor:
-        """Which trainable parameters have a gradient that this rank took part in: 0/1, shape (parameters,)."""
+        """Reports to which trainable gradients this rank has contributed: 0/1, shape (parameters,), float64."""
+        # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
         usage = self.no_usage()
         if self._used:
             usage[sorted(self._used)] = 1
-        self._usage_told = True
+        self._usage_reported = True
         return usage
 
     def no_usage(self) -> torch.Tensor:
-        """What `take_usage` gives if this rank took no part: zeros, shape (parameters,)."""
+        """The usage of a rank that took no part in the backward: zeros, shape (parameters,), float64."""
         return torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
 
     def forget_cleared(self) -> None:
-        """A backward begins: final gradients that the script has set to None are of the past."""
-        if self._usage_told:
+        """Drops from the usage what the script has set to None since the last step; called as a backward begins."""
+        # Only after a report: before it, gradients that are still to be summed may be elsewhere than in .grad.
+        if self._usage_reported:
             parameters = self.trainable_parameters()
             self._used = {index for index in self._used if parameters[index].grad is not None}
-            self._usage_told = False
+            self._usage_reported = False
 
     def drop_unused(self, usage: torch.Tensor) -> None:
         """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).
@@ -274,6 +283,7 @@ def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a parameter has no data yet (meta device).
     """
+    # In the order of the model, which is the same on all ranks: broadcasts are matched by their order alone.
     for name, tensor in _tensors(model):
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device; give the model weights before prepare()")
@@ -287,6 +297,7 @@ def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers, tied ones once, contiguous."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        # A view of the bytes needs contiguous memory. The tensor itself gets it, so that it holds what is received.
         if not tensor.data.is_contiguous():
             tensor.data = tensor.data.contiguous()
         yield name, tensor.data

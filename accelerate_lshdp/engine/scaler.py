@@ -1,4 +1,4 @@
-"""fp16 loss scaling for sharded gradients: an overflow on one rank skips the step on all ranks."""
+"""Loss scaling in fp16 for sharded gradients: an overflow on one rank skips the step on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from torch.distributed.tensor import DTensor
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch's gradient scaler, told of overflows in other ranks' shards."""
+    """torch's gradient scaler, with an overflow flag that is reduced over the world (maximum).
+
+    Without that, ranks whose own shards are finite would step, and the others would not: their shards would differ in
+    age.
+    """
 
     def _unscale_grads_(
         self,
@@ -28,6 +32,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                         raise ValueError("gradients are fp16; keep parameters in fp32 and compute in fp16")
                     local.mul_(inv_scale.to(local.device))
                     overflow += (~torch.isfinite(local)).any().to(overflow.device)
+        # Unconditionally, also by ranks without a gradient: which rank overflows differs, so all have to take part.
         if dist.is_initialized():
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
         return {overflow.device: overflow.clamp(max=1.0)}

@@ -38,6 +38,8 @@ def refuse_shared_parameters(
     }
     shared = []
     for name, parameter in model.named_parameters():
+        # Sharding replaces parameters, so a part that two models share still has the old one. The reference tells
+        # whether an id is still that of the same object, or of a new one in its place.
         known = replaced.get(id(parameter))
         current = known[1] if known is not None and known[0]() is parameter else parameter
         if id(current) in owners and (frozen_too or parameter.requires_grad):

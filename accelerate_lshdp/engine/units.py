@@ -1,4 +1,4 @@
-"""Which modules are units: the pieces of a model that are gathered, computed and reduced together.
+"""Chooses the units of a model: the modules that are gathered, computed and reduced together.
 
 A unit is the grain of FSDP2 (one ``fully_shard`` call). Good units are the repeated blocks of a network: large enough
 that a collective pays off, small enough that two of them fit on the device beside the activations.
@@ -68,7 +68,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         found.update(hits)
         return bool(hits)
 
-    blocks = _outermost(model, matches)
+    blocks = _outermost(model, matches)  # which fills `found`
     if missing := sorted(wanted - found):
         known = sorted({type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None})
         raise UnitError(
@@ -113,6 +113,8 @@ def _outermost(model: nn.Module, matches) -> list[nn.Module]:  # noqa: ANN001 - 
 
 def _join_tied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.Module, ...]]:
     """Merges blocks that share a parameter; a block sharing one with the rest of the model goes to the root."""
+    # FSDP2 refuses a parameter in two units, and gathers a unit only around the forwards of its own modules: what is
+    # used in two places has to belong to one unit that is gathered in both.
     owners: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
         for parameter in block.parameters():
@@ -125,6 +127,7 @@ def _join_tied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.M
     for parameter, indices in owners.items():
         target = min(group_of[i] for i in indices)
         merged = {group_of[i] for i in indices}
+        # All members of all groups that meet here, so that chains (a tied to b, b to c) end in one group.
         group_of = [target if g in merged else g for g in group_of]
         if parameter in outside:
             to_root.add(indices[0])

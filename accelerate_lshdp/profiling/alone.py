@@ -90,7 +90,7 @@ class LoneRank:
             prefetch=options.prefetch,
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
-            partners=partners,
+            reducing_ranks=partners,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
             # Kept for the world, so that placing the model on this rank needs no other rank.

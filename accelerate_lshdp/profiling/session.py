@@ -30,7 +30,7 @@ from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, SharedP
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedRank
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.together import Together
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.cpu_cores import cpu_quota
 from accelerate_lshdp.runtime.topology import Topology
 
@@ -203,7 +203,7 @@ class _Run:
         except (Exception, SystemExit) as found:
             error = found
             self._together.post("failure")
-        raise_together(error)
+        raise_on_all_ranks(error)
         return result
 
     def _spent(self) -> float:

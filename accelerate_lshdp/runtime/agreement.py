@@ -1,4 +1,4 @@
-"""All ranks agree or all ranks stop: what fails on one rank is raised on every rank, never a hang."""
+"""Agreement about errors: what fails on one rank is raised on every rank, and none of them hangs."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ import torch.distributed as dist
 from accelerate_lshdp.runtime.failures import failures_explained
 
 
-#: How long ranks that fail at the same place may be apart.
+#: Longest time in seconds between ranks that fail at the same place.
 _APART_SECONDS = 30.0
-#: How often the ranks of a world have asked each other so.
+#: How often `all_fail_here` was called in each world.
 _met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def all_fail_here(place: str) -> bool:
     """Whether all ranks call this with the same ``place`` within half a minute of this one (no collective).
 
-    Who waits in a collective of torch cannot be asked by another one, so ranks meet in the store that they were
-    launched with.
+    A rank that is blocked in a collective cannot answer another one. So ranks count themselves in the key-value store
+    of the launch, which needs no answer.
+
+    Args:
+        place: names the point in the program, the same on all ranks.
     """
+    # The default store is not part of torch's public interface; a store of our own would need an address of its own.
     store = dist.distributed_c10d._get_default_store()
     # Counted for the process, not for an accelerator: a second one must not meet the answers of the first.
     times = _met[dist.group.WORLD] = _met.get(dist.group.WORLD, 0) + 1
+    # A new key each time: keys of the store stay as long as the launch.
     place = f"{place} {times}"
     store.add(place, 1)
     ends = time.monotonic() + _APART_SECONDS
     while store.add(place, 0) < dist.get_world_size():
         if time.monotonic() > ends:
             return False
+        # Each look is a request to the launch's one store: at most 20 a second from each rank.
         time.sleep(0.05)
     return True
 
 
-def raise_together(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:
     """Raises the same RuntimeError on all ranks of `group` if any of them passes an error (collective, a barrier).
 
     Args:
@@ -51,6 +57,8 @@ def raise_together(error: BaseException | str | None, group: dist.ProcessGroup |
     else:
         message = error
     if dist.is_available() and dist.is_initialized():
+        # Texts, not exceptions: what one rank can pickle, another may not be able to read. Every rank sends one, None
+        # included, so that all take part, and all raise the same or none does.
         messages: list[str | None] = [None] * dist.get_world_size(group)
         with failures_explained():
             dist.all_gather_object(messages, message, group=group)

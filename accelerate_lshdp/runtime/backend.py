@@ -1,4 +1,4 @@
-"""Which backend this process should train on, told to accelerate before any of its state exists."""
+"""Chooses the device that this process trains on, and sets it for accelerate before any of its state exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerate_lshdp.runtime.cpu_binding import settle_on_cores
+from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
 
 
@@ -30,7 +30,7 @@ def prepare_environment() -> bool:
     ``ACCELERATE_USE_FSDP`` that comes with it is dropped: accelerate would build a plugin that is not used, and
     transformers would leave the weights of all ranks but the first empty in ``from_pretrained``.
 
-    CPU ranks get their share of the node's cores (``settle_on_cores``) and keep freed memory.
+    CPU ranks get their share of the node's cores (``apply_cpu_share``) and keep freed memory.
 
     Returns:
         Whether training runs on the CPU.
@@ -40,25 +40,29 @@ def prepare_environment() -> bool:
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-        settle_on_cores()
+        # Before the process group: threads of gloo that are started later inherit where this process may run.
+        apply_cpu_share()
         keep_freed_memory()
     return on_cpu
 
 
 def prepare_at_first_state() -> None:
-    """Lets a launched CPU rank settle as soon as its first accelerate state is made, and know the other ranks then.
+    """Lets a launched CPU rank prepare its environment, and join the others, when its first accelerate state is made.
 
     For modules whose import says that the script trains with them: importing changes nothing yet, but the
     ``TrainingArguments`` that a script makes before its Trainer already tell it which rank it is.
     """
     from accelerate.state import PartialState
 
+    # accelerate has no hook there. Marked, as several modules may ask for it, and each would wrap the one before.
     initialise = PartialState.__init__
     if getattr(initialise, "_prepares_environment", False):
         return
 
     @functools.wraps(initialise)
     def settled(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
+        # Only the first: later states share its values, and the environment must not change under a script that
+        # trains.
         first = not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1
         initialise(self, first and prepare_environment() or cpu, **kwargs)
 
@@ -66,20 +70,21 @@ def prepare_at_first_state() -> None:
     PartialState.__init__ = settled
 
 
-def _is_lonely() -> bool:
+def _is_single_process_state() -> bool:
     """Whether accelerate's state was made before, as one process, although several were launched.
 
     On CPUs ``PartialState()`` alone forms no group. Every rank would train for itself, without a word.
     """
     from accelerate.state import PartialState  # here, because the shim needs this module while accelerate is imported
 
+    # Private, but it is read without making a state, which would be the one process that this asks about.
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return launched > 1 and PartialState._shared_state.get("num_processes", launched) == 1
 
 
-def refuse_lonely_state() -> None:
+def refuse_single_process_state() -> None:
     """Raises RuntimeError if accelerate's state was made before, as one process, although several were launched."""
-    if _is_lonely():
+    if _is_single_process_state():
         raise RuntimeError(
             f"accelerate's state was made before the accelerator and knows of 1 process, but the launcher started "
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}. Create the LSHDPAccelerator first, or PartialState(cpu=True), "
@@ -88,12 +93,14 @@ def refuse_lonely_state() -> None:
 
 
 def join_launched_ranks() -> None:
-    """Makes the state of a lonely CPU rank anew, in place: ``TrainingArguments`` that hold it see all ranks then.
+    """Makes the state of a CPU rank that knows one process anew, in place: objects that hold it see all ranks then.
 
     Leaves it alone once an accelerator was made with it.
     """
     from accelerate.state import AcceleratorState, PartialState
 
-    if _is_lonely() and not AcceleratorState._shared_state:
+    # The state is one dictionary that all its instances share, so what is made here is seen by those made before. An
+    # accelerator has taken its values from it already, and would keep the old ones.
+    if _is_single_process_state() and not AcceleratorState._shared_state:
         PartialState._reset_state()
         PartialState(cpu=True)

@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How the ranks of a node share its CPU: threads for each, and cores of its own.
+"""Divides the CPU of a node among its ranks: a number of threads for each, and cores of its own.
 
-torchrun and ``accelerate launch`` start several ranks with one thread each, whatever the machine has, and without
-threads of a number given by anybody every rank takes all cores. Neither knows of the quota of a container.
+torchrun and ``accelerate launch`` start several ranks with one thread each, whatever the machine has. Where nobody
+gives a number of threads, every rank takes all cores. Neither way takes account of a container's CPU quota.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from accelerate_lshdp.runtime.parent_death import environment_at_start
 logger = logging.getLogger(__name__)
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-#: Whoever sets one of these has decided for himself.
+#: Variables by which users choose threads or their cores; where one is set, nothing is changed.
 _USERS_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "MKL_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """A rank's part of its node.
+    """A rank's share of its node's CPU.
 
     Attributes:
         threads: for computing.
@@ -46,10 +46,10 @@ def share_of_rank(
     local_rank: int,
     local_ranks: int,
 ) -> CpuShare:
-    """An equal share for every rank of a node.
+    """Computes an equal share of a node's CPU for one of its ranks.
 
-    Cores are not handed out where there are fewer of them than ranks, where the quota is less than one core a rank
-    (then each rank runs for a part of the time, best on whichever core is free), and where somebody has done it.
+    No cores are handed out where there are fewer of them than ranks, where the quota is less than one core a rank
+    (then each rank runs for a part of the time, best on whichever core is free), and where ranks are bound already.
 
     Args:
         node: the cores that all ranks together may use, each with its logical CPUs, in an order in which neighbours
@@ -63,6 +63,8 @@ def share_of_rank(
     enough = len(node) >= local_ranks and (quota is None or quota >= local_ranks)
     if local_ranks == 1 or not enough or len(own) < len(node):
         return CpuShare(threads, None)
+    # Neighbours in the order of `node` share caches and memory, so each rank gets a run of them. The first ranks get
+    # the cores that are left over.
     each, more = divmod(len(node), local_ranks)
     ends = list(accumulate(each + (rank < more) for rank in range(local_ranks)))
     cores = node[ends[local_rank] - each - (local_rank < more) : ends[local_rank]]
@@ -70,7 +72,7 @@ def share_of_rank(
 
 
 def is_users_choice(environ: Mapping[str, str], launcher: Mapping[str, str] | None, defaults: Collection[int]) -> bool:
-    """Whether the user has chosen the number of threads or bound them, rather than a launcher by default.
+    """Whether the user, and not a launcher's default, has chosen the number of threads or bound them.
 
     Args:
         environ: of this rank.
@@ -82,15 +84,17 @@ def is_users_choice(environ: Mapping[str, str], launcher: Mapping[str, str] | No
         return True
     if THREADS_VARIABLE not in environ:
         return False
+    # The same variable may come from either. It is the launcher's if the launcher itself was started without it, and
+    # its value is one that launchers choose.
     by_launcher = launcher is not None and THREADS_VARIABLE not in launcher
     return not (by_launcher and environ[THREADS_VARIABLE] in map(str, defaults))
 
 
-def settle_on_cores() -> None:
-    """Gives this rank its share of the node's CPU, unless the user has decided about it; told once a node.
+def apply_cpu_share() -> None:
+    """Gives this rank its share of the node's CPU, unless the user has chosen one; says so once a node.
 
-    Doing it twice does no harm. Nothing is changed on systems that do not tell where a process may run (all but
-    Linux), and under launchers that do not tell a rank its place on the node.
+    A second call changes nothing. Nor is anything changed on systems without ``sched_getaffinity`` (all but Linux),
+    and under launchers that do not give a rank its place on the node.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -104,6 +108,7 @@ def settle_on_cores() -> None:
     before = torch.get_num_threads()
     if local_ranks == 1 and share.threads == before:
         return
+    # Threads before cores: set_num_threads may start threads, which are bound with the others below.
     os.environ[THREADS_VARIABLE] = str(share.threads)  # else accelerate would choose, and for the whole machine
     torch.set_num_threads(share.threads)
     place = ""
@@ -111,6 +116,7 @@ def settle_on_cores() -> None:
         try:
             _bind(share.cpus)
             place = " on cores of its own"
+        # Some containers forbid it. The number of threads is right nevertheless.
         except OSError as error:
             place = f" (cores of its own are not possible here: {error})"
     if local_rank == 0 and (place or share.threads != before):
@@ -125,6 +131,7 @@ def settle_on_cores() -> None:
 def cores_of_node() -> tuple[tuple[int, ...], ...]:
     """The cores that this node's ranks may use together: those of the launcher, if it may use more than this rank."""
     own = os.sched_getaffinity(0)
+    # A rank that was bound before (by this function, or by a second accelerator) has a part of them only.
     launchers = os.sched_getaffinity(os.getppid())
     return allowed_cores(launchers if launchers > own else own)
 
@@ -140,21 +147,21 @@ def one_rank_can_use_the_node() -> bool:
 
 
 def _all_cores() -> int:
-    """As accelerate counts them: of the machine, whatever of it may be used."""
+    """The number of physical cores of the machine, as accelerate counts them, whatever of it may be used."""
     import psutil
 
     return psutil.cpu_count(logical=False) or 1
 
 
 def _launcher_environment() -> dict[str, str] | None:
-    """What torchrun or ``accelerate launch`` was started with."""
+    """The environment that torchrun or ``accelerate launch`` was started with, None if this is no rank of theirs."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return environment_at_start(os.getppid())
 
 
 def _bind(cpus: Collection[int]) -> None:
-    """All threads of this process; a system call knows only one of them."""
+    """Binds all threads of this process to logical CPUs; the system call binds one thread."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cpus)

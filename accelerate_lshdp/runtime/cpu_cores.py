@@ -17,6 +17,7 @@ def allowed_cores(
         cpus: logical CPUs.
         topology: where the kernel describes them.
     """
+    # By core, as its hyperthreads share one set of arithmetic units: two ranks on one core would slow each other down.
     cores: dict[tuple[int, int], list[int]] = {}
     for cpu in sorted(cpus):
         folder = topology / f"cpu{cpu}" / "topology"
@@ -37,6 +38,7 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
     if not (proc / "cgroup").is_file():
         return None
     paths = {}
+    # Lines are "number:controllers:path"; version 2 has one line, with the controller "".
     for line in (proc / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
@@ -68,5 +70,6 @@ def _limit(group: Path) -> float | None:
 
 
 def usable_cores(cores: Sequence[Sequence[int]], quota: float | None) -> int:
-    """Number of cores that can be busy at the same time."""
+    """The number of cores that can be busy at the same time under a quota (CPU seconds per second; None: no limit)."""
+    # Rounded up: 1.5 cores of quota keep two threads busier than one.
     return len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Freed memory stays with the process while it trains on a CPU.
+"""Keeps freed memory in the process while it trains on a CPU.
 
 Every step frees its activations and gradients, tens to hundreds of megabytes, and glibc gives what lies at the end of
 the heap back to the kernel, which has to find and clear the same pages again in the next step: some ten thousand page
@@ -24,12 +24,14 @@ def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory, unless the user has tuned it or another allocator is loaded.
 
     Returns:
-        Whether it was told.
+        Whether glibc has taken both settings.
     """
     if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _VARIABLES):
         return False
     if "malloc" in os.environ.get("LD_PRELOAD", ""):  # jemalloc, tcmalloc: they have their own ways
         return False
+    # glibc raises the mmap threshold by itself up to 32 MB, but no more once either threshold was set: so both are
+    # set. Larger blocks are mapped and unmapped one by one either way.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a user reads when another rank, or the network to it, has failed: what happened and what to do.
+"""Errors for users when another rank, or the network to it, has failed: what happened and what to do.
 
 gloo tells a failed send or receive from its own point of view, as ``Read error [10.0.0.2]:2510: Connection reset by
 peer``. Here this becomes one of three cases, with gloo's words at the end.

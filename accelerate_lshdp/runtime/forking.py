@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Worker processes of loaders that do not hang at their start.
+"""Safe forks: worker processes of loaders that do not hang at their start.
 
 Before Python 3.12 and the last patch releases of 3.10 and 3.11, a fork can copy the lock on the interpreter's list of
 threads while another thread holds it, and the child waits for it forever (python/cpython#112275). Threads of gloo hold
@@ -32,4 +32,5 @@ def install_safe_forks() -> None:
 
 
 def _rest() -> None:
+    # Two polls in a row: a thread can sleep in the first one because it has just come to want the interpreter.
     wait_until_idle("pt_", poll_seconds=0.001, polls=2, longest_seconds=_LONGEST_SECONDS, blind_seconds=0.001)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 
 def world_timeout() -> timedelta:
-    """How long a collective waits for a rank: as the group of all ranks was told when it was made."""
+    """The time-out of collectives that the group of all ranks was made with."""
+    # torch has no public way to read it. By the first device type, as a group may have a backend for each.
     world = dist.group.WORLD
     return world._get_backend(world._device_types[0]).options._timeout
 
 
 def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """A group that waits as long as that of all ranks (collective over the world, members or not).
+    """Makes a group with the time-out of the group of all ranks (collective over the world, members or not).
 
     torch would give it its own default, half an hour with gloo, whatever the user asked for.
 
@@ -30,8 +31,8 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
 
 
 @contextmanager
-def momentary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
-    """A group of its own for something short (collective over the world to enter and to leave).
+def temporary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
+    """Makes a group for the time of a block (collective over the world to enter and to leave).
 
     Args:
         partition: disjoint groups of ranks that cover the world.
@@ -39,6 +40,7 @@ def momentary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.Process
     Yields:
         The one in which this rank is.
     """
+    # All ranks make all groups, their own or not: torch numbers groups by how many were made, on each rank for itself.
     made = [new_group(ranks) for ranks in partition]
     own = next(group for ranks, group in zip(partition, made, strict=True) if dist.get_rank() in ranks)
     yield own
@@ -75,6 +77,7 @@ class ProcessGroups:
             partition: groups of ranks.
             rank: this process's rank.
         """
+        # Without a look at whose group it is: a rank that made only its own would count fewer groups than the others.
         mine = None
         for ranks in partition:
             group = self._group(tuple(ranks))
@@ -86,7 +89,8 @@ class ProcessGroups:
 
     @classmethod
     def forget(cls) -> None:
-        """What is asked for from now on is made anew (to be called by all ranks)."""
+        """Forgets all groups of this world, so that they are made anew (to be called by all ranks)."""
+        # Not destroyed: a thread of gloo may still be in one of them, and closing connections would fail other ranks.
         cls._made_in.pop(dist.group.WORLD, None)
 
     def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -94,6 +98,7 @@ class ProcessGroups:
         return self._group(ranks)
 
     def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        # The world's own group needs no second one, whose threads would cost time; further models need their own.
         if self.model == 0 and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         made = self._made_in.setdefault(dist.group.WORLD, {})

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save or load: small objects, tensors, and whether something failed."""
+"""Exchange between ranks while they save or load: small objects, tensors, and whether something failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.agreement import raise_together
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
 _T = TypeVar("_T")
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The place of this rank. The rank with local rank 0 reads and writes the files of its node.
+    """The place of this rank in the world. The rank with local rank 0 reads and writes the files of its node.
 
     Raises:
         ValueError: if it contradicts the process group.
@@ -45,24 +45,26 @@ class NodeLayout:
 
 
 @contextmanager
-def failing_together(what: str) -> Iterator[None]:
+def errors_on_all_ranks(what: str) -> Iterator[None]:
     """Runs a block without collectives; what it raises on any rank is raised on all ranks (collective at its end)."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    together(what, error)
+    raise_failure_on_all_ranks(what, error)
 
 
-def together(what: str, error: BaseException | str | None) -> None:
-    """`raise_together` with a message that says what this rank was doing when it failed."""
+def raise_failure_on_all_ranks(what: str, error: BaseException | str | None) -> None:
+    """`raise_on_all_ranks` with a message that says what this rank was doing when it failed."""
     if isinstance(error, BaseException):
         message = f"{what} failed: {type(error).__name__}: {error}"
     else:
         message = error and f"{what} failed: {error}"
+    # A text is passed, so that all ranks compare the same kind of message; the exception stays the cause on its own
+    # rank.
     try:
-        raise_together(message)
+        raise_on_all_ranks(message)
     except RuntimeError as agreed:
         raise RuntimeError(str(agreed)) from (error if isinstance(error, BaseException) else None)
 
@@ -77,7 +79,8 @@ class Attempt:
         self.error: Exception | None = None
 
     def __call__(self, action: Callable[[], _T]) -> _T | None:
-        """What `action` returns, or None if it or an earlier one failed."""
+        """Runs an action and returns its result; None if it or an earlier one failed."""
+        # After a failure nothing more is done on this rank; its collectives are outside of the actions, and go on.
         if self.error is None:
             try:
                 return action()
@@ -94,7 +97,7 @@ class Attempt:
 
 
 def all_objects(value: Any) -> list[Any]:
-    """One picklable value a rank, in rank order, on every rank."""
+    """Gathers one picklable value a rank, in rank order, on every rank (collective)."""
     if not _is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -103,7 +106,7 @@ def all_objects(value: Any) -> list[Any]:
 
 
 def object_from(source: int, value: Any) -> Any:
-    """Rank `source`'s value on every rank; the other ranks' values are ignored."""
+    """Broadcasts rank `source`'s picklable value; the other ranks' values are ignored (collective)."""
     if not _is_distributed():
         return value
     box = [value if dist.get_rank() == source else None]
@@ -118,11 +121,13 @@ def broadcast_bytes(
 
     A world without a backend for CPU tensors (nccl alone) is served through `device`.
     """
+    # Sizes are the same on all ranks, so all of them skip an empty buffer.
     if not _is_distributed() or buffer.numel() == 0:
         return
     if _carries_cpu_tensors():
         dist.broadcast(buffer, src=source, group=group)
     else:
+        # A copy on the device, so the result has to come back to the buffer on the ranks that receive.
         staged = buffer.to(device)
         dist.broadcast(staged, src=source, group=group)
         if dist.get_rank() != source:
@@ -142,8 +147,16 @@ def broadcast_tensor(
     layout: NodeLayout,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Rank `source`'s plain tensor as a CPU tensor on every rank (of the group), whatever its dtype; others may pass
-    None."""
+    """Broadcasts rank `source`'s plain tensor as a CPU tensor to every rank (of the group), whatever its dtype.
+
+    Args:
+        tensor: on rank `source`; others may pass None.
+        shape: of the tensor, known on all ranks.
+        dtype: of the tensor, known on all ranks.
+        source: rank in the world.
+        layout: the place of this rank.
+        group: the ranks that take part; None: all.
+    """
     if layout.rank == source:
         value = tensor.detach().cpu().contiguous()
     else:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How messages name an option of ``LSDPPlugin``: by keyword, and by what a script that is not touched has instead.
+"""Advice in messages on how to set an option of ``LSDPPlugin``: by keyword, or without changing the script.
 
 Needs nothing else of the package, so that every message of it can use this.
 """
@@ -25,7 +25,7 @@ def variable_of(option: str) -> str:
 
 
 def option_advice(option: str, value: str | None = None) -> str:
-    """How to set an option, for the middle of a sentence.
+    """A text that says how to set an option, for the middle of a sentence.
 
     Args:
         option: the keyword of ``LSDPPlugin``.

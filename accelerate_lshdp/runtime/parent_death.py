@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Processes that end with the one that started them, however that one ended.
+"""Ends a process with the one that started it, however that one ended.
 
 Launchers end their ranks when they end by themselves. One that is killed cannot, and its ranks would train on, out of
 reach. Standard library only: the shim runs this before the script, and what a measured process imports counts.
@@ -33,7 +33,8 @@ def end_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # before the kernel was told
+        # Asked after: a parent that ended before the call above would never be reported by the kernel.
+        if os.getppid() != parent:
             _end()
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
@@ -44,8 +45,9 @@ def end_with_launcher() -> None:
 
     ``accelerate launch`` that starts a single rank cannot be told from a shell, which may end before what it started.
     """
+    # By number and not by a flag: a process further down, which inherits the variable, has another parent.
     parent = os.getppid()
-    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")  # taken, so that nobody whom this process starts takes it for his
+    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")  # removed, so that processes started from here do not inherit it
     if launcher == str(parent):
         end_with(parent)
     elif launcher.isdecimal() and "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -73,7 +75,7 @@ def environment_at_start(pid: int) -> dict[str, str] | None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether the process is gone, or waits for somebody to note its end, which in containers often nobody does."""
+    """Whether the process is gone, or a zombie: in containers often no parent collects the exit status of one."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:

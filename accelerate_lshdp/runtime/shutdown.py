@@ -1,4 +1,4 @@
-"""A clean end of the process.
+"""Ends communication before the interpreter shuts down, so that the process exits cleanly.
 
 gloo's worker threads can drop the last reference to a finished collective after the interpreter began to shut down.
 They then ask for an interpreter that is gone, and the process ends with SIGABRT, ``terminate called without an active
@@ -31,7 +31,10 @@ def install_clean_exit() -> None:
 def shut_down() -> None:
     """Ends distributed communication of this process, if the script has not done so, and waits for gloo's threads."""
     if dist.is_available() and dist.is_initialized():
+        # Cycles hold finished collectives (collected before) and groups (after); both hold threads of gloo.
         gc.collect()
         dist.destroy_process_group()
         gc.collect()
+    # Also where the script has destroyed the groups itself: their threads may still be dropping what they hold. Three
+    # polls in a row, as a thread can be asleep for a moment between two things to drop.
     wait_until_idle("pt_gloo", poll_seconds=0.005, polls=3, longest_seconds=10.0, blind_seconds=0.1)

@@ -1,4 +1,4 @@
-"""The few numbers that ranks tell each other in a step, over the host so that no device has to be waited for."""
+"""Sums the few numbers that ranks exchange in a step, over the host so that no device has to be waited for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-#: Calls in which all ranks take part.
-MEETINGS = (
+#: Calls in which all ranks take part; their numbers, from 1, are what ranks send.
+ANNOUNCED_CALLS = (
     "backward",
     "gather",
     "gather_for_metrics",
@@ -27,7 +27,7 @@ MEETINGS = (
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others at the end of a step's backward."""
+    """The values that a rank sends to all others at the end of a step's backward."""
 
     compute_seconds: float
     """In the step's forwards and backwards, without communication."""
@@ -53,12 +53,12 @@ class RankReport(NamedTuple):
     """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
 
 
-class Meeting:
-    """A call in which all ranks take part, announced on all of them."""
+class Announcement:
+    """A call in which all ranks take part, announced on all of them, and not yet checked."""
 
-    def __init__(self, work: dist.Work, told: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
+    def __init__(self, work: dist.Work, calls: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
         self._work = work
-        self._told = told
+        self._calls = calls
         self._counts = counts
         self._clock = clock
 
@@ -70,7 +70,7 @@ class Meeting:
         """
         with self._clock.waiting():
             self._work.wait()
-        early = {rank: MEETINGS[int(call) - 1] for rank, call in enumerate(self._told.tolist()) if call}
+        early = {rank: ANNOUNCED_CALLS[int(call) - 1] for rank, call in enumerate(self._calls.tolist()) if call}
         if early:
             made = ", ".join(f"{call} (rank {rank})" for rank, call in early.items())
             raise RuntimeError(
@@ -82,7 +82,7 @@ class Meeting:
 
 
 class PendingReports:
-    """What ranks are telling each other, while their last gradients travel."""
+    """The reports of all ranks while they are being exchanged, beside the last gradients."""
 
     def __init__(
         self, work: dist.Work | None, total: torch.Tensor, shape: torch.Size, lengths: Sequence[int], clock: WaitClock
@@ -94,7 +94,7 @@ class PendingReports:
         self._clock = clock
 
     def wait(self) -> tuple[list[RankReport], list[torch.Tensor]]:
-        """What all ranks told: the same bits on all of them.
+        """Waits for the reports of all ranks, which have the same bits on all of them.
 
         Returns:
             The reports, one a rank; and for each model how many ranks used each parameter.
@@ -102,13 +102,13 @@ class PendingReports:
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
-        told, *counts = self._total.split([self._shape.numel(), *self._lengths])
-        rows = told.view(self._shape).tolist()
+        reports, *counts = self._total.split([self._shape.numel(), *self._lengths])
+        rows = reports.view(self._shape).tolist()
         return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
 
 
-class Telling:
-    """A row of numbers that each rank tells the others; those who do not need them need not wait."""
+class PendingRows:
+    """Rows of numbers, one a rank, while they are being exchanged; ranks that do not need them need not wait."""
 
     def __init__(self, work: dist.Work | None, rows: torch.Tensor, clock: WaitClock) -> None:
         self._work = work
@@ -116,7 +116,7 @@ class Telling:
         self._clock = clock
 
     def wait(self) -> list[list[float]]:
-        """The rows of all ranks."""
+        """Waits for the rows of all ranks; shape (world, numbers of a row)."""
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
@@ -124,8 +124,8 @@ class Telling:
         return self._rows.tolist()
 
 
-#: The group for what is told of losses, of each world.
-_of_losses: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+#: The group in which ranks exchange rows about losses, one a world.
+_loss_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class StepExchange:
@@ -144,17 +144,18 @@ class StepExchange:
         self.clock = clock
         self.counts = counts
         self.group: dist.ProcessGroup | None = None
-        self._meetings: dist.ProcessGroup | None = None
-        self._beside: dist.ProcessGroup | None = None
-        self._before: dist.ProcessGroup | None = None
-        self._losses: dist.ProcessGroup | None = None
+        self._announcement_group: dist.ProcessGroup | None = None
+        self._beside_gradients_group: dist.ProcessGroup | None = None
+        self._before_backward_group: dist.ProcessGroup | None = None
+        self._loss_group: dist.ProcessGroup | None = None
         if world_size > 1:
+            # Numbers are on the host, where gloo takes them; another backend would need a device, and a wait for it.
             on_host = dist.get_backend() == "gloo"
             self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
             if counts is not None:
-                self._meetings = new_group(backend="gloo")
+                self._announcement_group = new_group(backend="gloo")
 
-    def meet(self, call: str, within_window: bool) -> Meeting | None:
+    def announce(self, call: str, within_window: bool) -> Announcement | None:
         """Announces a call in which all ranks take part; None if they cannot be in different micro-batches.
 
         Under unequal numbers of micro-batches a rank may make such a call where another one is reducing gradients. The
@@ -162,14 +163,17 @@ class StepExchange:
         The announcement does not block.
 
         Args:
-            call: one of ``MEETINGS``.
+            call: one of ``ANNOUNCED_CALLS``.
             within_window: whether this rank has more micro-batches of the step before it.
         """
-        if self._meetings is None:
+        if self._announcement_group is None:
             return None
-        told = torch.zeros(self.world_size, dtype=torch.float64)
-        told[self.rank] = 1 + MEETINGS.index(call) if within_window else 0
-        return Meeting(dist.all_reduce(told, group=self._meetings, async_op=True), told, self.counts, self.clock)
+        # A sum of vectors in which each rank fills its own place: all get the same bits, in one collective.
+        calls = torch.zeros(self.world_size, dtype=torch.float64)
+        calls[self.rank] = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
+        return Announcement(
+            dist.all_reduce(calls, group=self._announcement_group, async_op=True), calls, self.counts, self.clock
+        )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks."""
@@ -178,63 +182,66 @@ class StepExchange:
                 dist.all_reduce(values, group=self.group)
         return values
 
-    def expect_several_models(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
-        """Makes ready for `sum_beside` and `tell_before_backward` (collective).
+    def make_model_groups(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
+        """Makes the groups for `sum_beside_gradients` and `sum_before_backward` (collective).
 
         Args:
             shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
         """
-        if self.group is None or self._beside is not None:
+        if self.group is None or self._beside_gradients_group is not None:
             return
-        self._beside = new_group(backend="gloo")
+        # A group of its own: gradients are under way in the others, in an order that may differ from rank to rank.
+        self._beside_gradients_group = new_group(backend="gloo")
         if shard_groups is None or max(map(len, shard_groups)) == 1:
             return
         # Ranks of one shard group have equal numbers of micro-batches, others may have not.
         for ranks in [range(self.world_size)] if self.counts is None else shard_groups:
             group = new_group(list(ranks), backend="gloo")
-            self._before = group if self.rank in ranks else self._before
+            self._before_backward_group = group if self.rank in ranks else self._before_backward_group
 
-    def tell_before_backward(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_before_backward(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks that are in the same micro-batch: all that this one waits
         for in the middle of autograd."""
-        if self._before is not None:
+        if self._before_backward_group is not None:
             with self.clock.waiting():
-                dist.all_reduce(values, group=self._before)
+                dist.all_reduce(values, group=self._before_backward_group)
         return values
 
-    def sum_beside(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_beside_gradients(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks, while gradients travel in any order in other groups."""
-        if self._beside is not None:
+        if self._beside_gradients_group is not None:
             with self.clock.waiting():
-                dist.all_reduce(values, group=self._beside)
+                dist.all_reduce(values, group=self._beside_gradients_group)
         return values
 
-    def expect_losses(self) -> None:
-        """Makes ready for `tell` (collective)."""
-        if self.group is not None and self._losses is None:
+    def make_loss_group(self) -> None:
+        """Makes the group for `share_row`, once a process (collective)."""
+        if self.group is not None and self._loss_group is None:
             # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
-            if dist.group.WORLD not in _of_losses:
-                _of_losses[dist.group.WORLD] = new_group(backend="gloo")
-            self._losses = _of_losses[dist.group.WORLD]
+            if dist.group.WORLD not in _loss_groups:
+                _loss_groups[dist.group.WORLD] = new_group(backend="gloo")
+            self._loss_group = _loss_groups[dist.group.WORLD]
 
-    def tell(self, row: Sequence[float]) -> Telling:
-        """Begins to tell every rank a row of numbers, as many on all of them; does not wait.
+    def share_row(self, row: Sequence[float]) -> PendingRows:
+        """Begins to send a row of numbers to every rank, as many on all of them; does not wait.
 
-        On a group of its own: a rank whose others do not tell anything must not meet their gradients.
+        It goes over a group of its own: where other ranks send no row, it must not be matched with their gradients.
         """
         rows = torch.zeros(self.world_size, len(row), dtype=torch.float64)
         rows[self.rank] = torch.tensor(row, dtype=torch.float64)
-        work = None if self._losses is None else dist.all_reduce(rows, group=self._losses, async_op=True)
-        return Telling(work, rows, self.clock)
+        work = None if self._loss_group is None else dist.all_reduce(rows, group=self._loss_group, async_op=True)
+        return PendingRows(work, rows, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
-        """Begins to tell every rank what each rank reports, and which parameters any rank used; does not wait.
+        """Begins to exchange what each rank reports, and which parameters any rank used; does not wait.
 
         Args:
             report: of this rank.
             usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
+        # One message for everything, in float64, which holds the integers (up to 2**53) and the counts exactly. Its
+        # length is fixed: a rank that has left the step of the others must still send as many numbers.
         reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
         reports[self.rank] = torch.tensor(report, dtype=torch.float64)
         total = torch.cat([reports.flatten(), *usages])

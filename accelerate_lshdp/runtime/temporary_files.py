@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Files that are gone with the process that made them."""
+"""Temporary files that vanish with the process that made them, however it ends."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def vanishing_file(name: str, text: str = "") -> Iterator[Path]:
     """
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
         with os.fdopen(os.memfd_create(name), "w", encoding="utf-8") as file:
+            # By this process's number, as /proc/self would be the child's own; flushed, as others open it by that
+            # path.
             file.write(text)
             file.flush()
             yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")

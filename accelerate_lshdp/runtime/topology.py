@@ -1,4 +1,4 @@
-"""Which rank runs on which node, and the groups that follow from it.
+"""The topology of a run: which rank runs on which node.
 
 A *node* is what one launcher process started: torchrun and ``accelerate launch`` tell every rank its node
 (``GROUP_RANK``) and how many ranks the node has (``LOCAL_WORLD_SIZE``). Nodes may have different numbers of ranks.
@@ -51,6 +51,7 @@ class Topology:
     @property
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node."""
+        # Launchers number ranks node by node, which `discover` has checked.
         ends = list(accumulate(self.node_sizes))
         return tuple(tuple(range(end - size, end)) for end, size in zip(ends, self.node_sizes, strict=True))
 
@@ -63,7 +64,7 @@ class Topology:
         return self.node_groups[self.node].index(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """What to call a rank in a message: by its place on this node, if it is one of several there."""
+        """The name of a rank in a message: its place on this node, if it is one of several there."""
         here = self.node_groups[self.node]
         return f"local rank {here.index(rank)} of this node" if rank in here and len(here) > 1 else f"rank {rank}"
 
@@ -82,15 +83,15 @@ class Topology:
             environ: where the launcher's variables are read from.
 
         Raises:
-            TopologyError: if what the ranks were told does not describe whole nodes of contiguous ranks.
+            TopologyError: if the launcher's variables do not describe whole nodes of contiguous ranks.
         """
         local_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
         node, local_rank = int(environ.get("GROUP_RANK", rank // local_size)), int(environ.get("LOCAL_RANK", -1))
-        told = (environ.get(NODES_VARIABLE), node, local_rank, local_size)
-        everyone = [told] * world_size
+        own = (environ.get(NODES_VARIABLE), node, local_rank, local_size)
+        everyone = [own] * world_size
         if world_size > 1:
-            # Judged only after everybody has told, so that all ranks come to the same end.
-            dist.all_gather_object(everyone, told)
+            # Checked only after the exchange, and on the same values: all ranks raise the same error, or none does.
+            dist.all_gather_object(everyone, own)
         overrides = {override for override, *_ in everyone}
         if overrides == {None}:
             return cls(rank, _node_sizes([place for _, *place in everyone]) if world_size > 1 else (1,))
@@ -114,17 +115,19 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
         raise TopologyError(f"{NODES_VARIABLE}={text!r} should be ranks per node, such as 1,2") from None
 
 
-def _node_sizes(told: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _node_sizes(places: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Ranks per node from each rank's (node, local rank, ranks on the node); checks that they agree."""
+    # Launchers number ranks node by node, so the ranks of one node follow each other; local ranks are not compared, as
+    # some launchers do not give them.
     sizes: list[int] = []
     rank = 0
-    while rank < len(told):
-        node, _, size = told[rank]
-        members = told[rank : rank + size]
+    while rank < len(places):
+        node, _, size = places[rank]
+        members = places[rank : rank + size]
         if len(members) < size or any(member[0] != node or member[2] != size for member in members):
             raise TopologyError(
                 "the launcher's variables do not describe whole nodes of consecutive ranks: "
-                f"(GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE) of ranks 0..{len(told) - 1} are {list(told)}. "
+                f"(GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE) of ranks 0..{len(places) - 1} are {list(places)}. "
                 f"Start one launcher a node, each with its own machine rank, "
                 f"or set {NODES_VARIABLE} to the number of ranks per node"
             )

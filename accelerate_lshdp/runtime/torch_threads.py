@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Waiting until torch's own threads have nothing left to do.
+"""Waits until torch's own threads have nothing left to do.
 
 After a collective has ended for its caller, the thread of gloo that ran it still drops what it holds: tensors and
 other objects of Python, for which it enters the interpreter. Nothing in torch says when that is over; the kernel does.
@@ -18,7 +18,7 @@ _TASKS = Path("/proc/self/task")
 def wait_until_idle(
     prefix: str, *, poll_seconds: float, polls: int, longest_seconds: float, blind_seconds: float
 ) -> None:
-    """Sleeps, which lets other threads have the interpreter, until those of a name are gone or idle.
+    """Sleeps, which lets other threads have the interpreter, until the threads with a name's prefix are gone or idle.
 
     Args:
         prefix: what the threads' names begin with (``pt_gloo``).
@@ -44,13 +44,14 @@ def wait_until_idle(
 
 
 def _states(prefix: str) -> list[str]:
-    """What the kernel says of each other thread of that name: ``S`` if it sleeps (proc(5), /proc/pid/stat)."""
+    """The kernel's states of all other threads of that name: ``S`` if one sleeps (proc(5), /proc/pid/stat)."""
     states = []
     own = str(threading.get_native_id())
     for task in _TASKS.iterdir():
         if task.name == own:
             continue
         try:
+            # The name is in parentheses and may hold some itself, so it ends at the last one.
             name, _, rest = (task / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
         except OSError:  # the thread ended between listing and reading
             continue

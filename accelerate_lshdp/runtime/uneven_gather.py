@@ -1,4 +1,4 @@
-"""Gathering tensors whose first dimension differs between ranks, as it does with unequal batches."""
+"""Gathers tensors whose first dimension differs between ranks, as it does with unequal batches."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def gather_unequal(data: Any) -> Any:
 
 
 def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
+    # Collectives here have no backward; and a scalar has no first dimension along which to join.
     tensor = tensor.detach()
     if tensor.ndim == 0:
         tensor = tensor[None]
     tensor = tensor.contiguous()
+    # Shapes first: collectives need equal ones, and ranks whose tensors cannot be joined have to raise all together.
+    # The dtype as text, as a rank may not know how to read another one's object.
     described: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(described, (tuple(tensor.shape), str(tensor.dtype)))
     if len({(shape[1:], dtype) for shape, dtype in described}) > 1:
@@ -42,6 +45,7 @@ def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
     longest = max(lengths)
     # Booleans are not reduced or gathered by every backend; they travel as bytes.
     travelling = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    # Padded to the longest: backends gather equal sizes only. All ranks cut the padding off by the same lengths.
     padded = travelling.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = travelling
     received = [torch.empty_like(padded) for _ in lengths]

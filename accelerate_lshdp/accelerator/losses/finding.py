@@ -36,7 +36,7 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 
 if TYPE_CHECKING:
     from accelerate_lshdp.data.place import MicroBatchPlace
-    from accelerate_lshdp.runtime.step_exchange import StepExchange, Telling
+    from accelerate_lshdp.runtime.step_exchange import PendingRows, StepExchange
 
 logger = get_logger(__name__)
 
@@ -89,12 +89,12 @@ class LossFinder:
         self._open: dict[str, OpenLoss] = {}
         self._answers: dict[str, _Answer] = {}
         self._answers_by_order: dict[int, _Answer] = {}
-        self._told_early: tuple[MicroBatchPlace, Telling] | None = None
+        self._told_early: tuple[MicroBatchPlace, PendingRows] | None = None
         self.problem: str | None = None
         """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
         """Whether the last loss counted by its labels."""
-        exchange.expect_losses()
+        exchange.make_loss_group()
 
     @property
     def idle(self) -> bool:
@@ -247,7 +247,7 @@ class LossFinder:
         asks = values or known is None or known.by_labels or (found is not None and found["counts"])
         if asks and self._order and self._exchange.counts is not None and not place.window_end:
             # A rank with fewer of them may be in the backward of its first loss, which waits for this one's last one.
-            self._exchange.meet("a second loss that is not known yet", True).require_all()
+            self._exchange.announce("a second loss that is not known yet", True).require_all()
         early, self._told_early = self._told_early, None
         if early is not None and early[0] is place and self._order == 0:
             telling = early[1]

@@ -17,7 +17,7 @@ from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_ent
 from accelerate_lshdp.data.labels import LabelCounts
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.tokens import LabelCounter
-from accelerate_lshdp.runtime.step_exchange import StepExchange, Telling
+from accelerate_lshdp.runtime.step_exchange import PendingRows, StepExchange
 
 
 logger = get_logger(__name__)
@@ -41,7 +41,7 @@ class LossReports:
         self._exchange = exchange
         self._counter = counter
         self._forwards = forwards
-        self._unheard: list[Telling] = []  # what others told while this rank knew enough
+        self._unheard: list[PendingRows] = []  # what others told while this rank knew enough
         self._given: tuple[MicroBatchPlace, LabelCounts] | None = None  # labels that are not those of the batch
 
     def counted_together(self, place: MicroBatchPlace) -> tuple[int, int]:
@@ -146,11 +146,11 @@ class LossReports:
         self._given = given
         return seen
 
-    def tell(self, seen: SeenLoss) -> Telling:
+    def tell(self, seen: SeenLoss) -> PendingRows:
         """Begins to tell all ranks (collective); `hear` gives what they told."""
-        return self._exchange.tell(seen.as_row())
+        return self._exchange.share_row(seen.as_row())
 
-    def hear(self, telling: Telling) -> list[SeenLoss]:
+    def hear(self, telling: PendingRows) -> list[SeenLoss]:
         """What all ranks have told of a loss, after what they told before.
 
         Raises:
@@ -161,7 +161,7 @@ class LossReports:
         _require_same_looks(everyone)
         return everyone
 
-    def hear_later(self, telling: Telling) -> None:
+    def hear_later(self, telling: PendingRows) -> None:
         """Keeps what others tell until the step ends; the oldest is heard now where no step ever does (no_sync)."""
         self._unheard.append(telling)
         if len(self._unheard) > _MOST_UNHEARD:
@@ -177,7 +177,7 @@ class LossReports:
             _require_same_looks(_read(self._unheard.pop(0)))
 
 
-def _read(telling: Telling) -> list[SeenLoss]:
+def _read(telling: PendingRows) -> list[SeenLoss]:
     return [SeenLoss.from_row(row) for row in telling.wait()]
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters on every rank: gradients are averaged in buckets while the backward goes on (``ddp``).
+"""Whole parameters on every rank: gradients are summed in buckets while the backward goes on (``ddp``).
 
 The buckets are fixed from the first step on (torch's DDP rebuilds its own after one step), so a resumed run adds the
 same numbers in the same order as an uninterrupted one.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.wire.buckets import fill_buckets
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
@@ -29,7 +29,7 @@ class _Bucket:
         self.buffer = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
         pieces = self.buffer.split([p.numel() for _, p in members])
         self.views = {i: piece.view(p.shape) for (i, p), piece in zip(members, pieces, strict=True)}
-        self.filled: set[int] = set()
+        self.filled: set[int] = set()  # indices of the parameters whose gradient is in the buffer in this backward
 
 
 class ReplicatedModel(PreparedModel):
@@ -42,12 +42,12 @@ class ReplicatedModel(PreparedModel):
         module: the model, on its device, identical on all ranks.
         reduction: sums a buffer over all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
-            the model's size and the partners.
-        partners: ranks that sum a bucket.
+        bucket_bytes: size of a bucket: small ones start earlier, large ones use the network better. None: chosen from
+            the model's size and ``reducing_ranks``.
+        reducing_ranks: number of ranks that sum a bucket.
     """
 
-    steps_alone = True
+    can_step_locally = True
 
     def __init__(
         self,
@@ -56,13 +56,15 @@ class ReplicatedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
-        partners: int,
+        reducing_ranks: int,
     ) -> None:
         super().__init__(module, clock)
         self.world_size = reduction.group.size() if reduction is not None else 1
+        # Losses carry their share of the global batch, and gradients get 1/world as they enter their bucket: together
+        # that is the sum of the shares.
         self.loss_multiplier = float(self.world_size)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = self._fill_buckets(bucket_bytes, partners) if reduction is not None else []
+        self._buckets = self._fill_buckets(bucket_bytes, reducing_ranks) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._reductions = OrderedReductions(reduction, clock, len(self._buckets)) if reduction is not None else None
         self._synchronise = False
@@ -72,12 +74,12 @@ class ReplicatedModel(PreparedModel):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         device = next(self.module.parameters()).device
-        return would_stay(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
+        return is_noop_conversion(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
-    def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
-        buckets = fill_buckets(self._parameters, bucket_bytes, partners)
+    def _fill_buckets(self, bucket_bytes: int | None, reducing_ranks: int) -> list[_Bucket]:
+        buckets = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
@@ -97,6 +99,8 @@ class ReplicatedModel(PreparedModel):
         number, bucket = self._bucket_of[index]
         view = bucket.views[index]
         gradient = parameter.grad
+        # None: this rank did not use the parameter. Others may have, so zeros travel. In place: an earlier backward
+        # has left the sum there, and autograd has added to it.
         if gradient is None:
             view.zero_()
         elif gradient.data_ptr() == view.data_ptr() and gradient.shape == view.shape:
@@ -126,6 +130,7 @@ class ReplicatedModel(PreparedModel):
         self.forget_cleared()
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None
+        # Before autograd: .grad are views of the buckets, which a reduction that was given up may still write to.
         if self._reductions is not None:
             self._reductions.begin()
         for bucket in self._buckets:
@@ -134,6 +139,7 @@ class ReplicatedModel(PreparedModel):
     def deliver_backward(self) -> None:
         if not self._synchronise:
             return
+        # Parameters that this rank did not use: the buckets that wait for them are full then, and travel.
         for bucket in self._buckets:
             for index in bucket.indices:
                 if index not in bucket.filled:

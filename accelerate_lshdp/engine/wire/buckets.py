@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Which gradients travel together."""
+"""Which gradients travel in one message: buckets of parameters, and the rank of a node that each belongs to."""
 
 from __future__ import annotations
 
@@ -21,33 +21,36 @@ _MESSAGES = 48
 _FIRST_PART = 0.25
 
 
-def default_bucket_bytes(parameters: Sequence[nn.Parameter], partners: int) -> int:
-    """A size of buckets for a model: small enough to begin early and to leave little for the end.
+def default_bucket_bytes(parameters: Sequence[nn.Parameter], reducing_ranks: int) -> int:
+    """The size of buckets in bytes for a model: small enough to begin early and to leave little for the end.
 
     Args:
         parameters: the trainable ones.
-        partners: ranks that sum a bucket between nodes.
+        reducing_ranks: number of ranks that sum a bucket between nodes.
     """
     total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
-    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, partners) // _MESSAGES))
+    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, reducing_ranks) // _MESSAGES))
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, partners: int) -> list[list[int]]:
+def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, reducing_ranks: int) -> list[list[int]]:
     """Indices of parameters, bucket by bucket, in the order in which a backward usually produces gradients.
 
     Args:
         parameters: the trainable ones, in the order of the model.
         bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``,
             and a smaller first one.
-        partners: ranks that sum a bucket between nodes.
+        reducing_ranks: ranks that sum a bucket between nodes.
 
     Returns:
         Buckets of one dtype and device each.
     """
-    limit = default_bucket_bytes(parameters, partners) if bucket_bytes is None else bucket_bytes
+    limit = default_bucket_bytes(parameters, reducing_ranks) if bucket_bytes is None else bucket_bytes
     first = _FIRST_PART * limit if bucket_bytes is None else limit
     buckets: list[list[int]] = []
     sizes: list[int] = []
+    # One open bucket a kind, so that a few parameters of another dtype do not close that of the others. The layout
+    # depends on the model and the options alone: it is the same on all ranks, and in a run that goes on from a
+    # checkpoint, which adds the same numbers in the same order then.
     open_bucket: dict[tuple[torch.dtype, torch.device], int] = {}
     for index, parameter in reversed(list(enumerate(parameters))):
         kind = (parameter.dtype, parameter.device)
@@ -63,15 +66,16 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, p
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Which rank of a node each bucket belongs to: in turn, the one that has the least so far.
+    """Local ranks that the buckets of a node belong to: each bucket goes to the rank that has the least so far.
 
     Args:
-        sizes: of the buckets, bytes or elements.
-        ranks: of the node.
+        sizes: of the buckets, in bytes or elements.
+        ranks: number of ranks of the node.
     """
     loads = [0] * ranks
     chosen = []
     for size in sizes:
+        # Ties go to the lower rank: all ranks have to come to the same result without asking each other.
         rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
         loads[rank] += size
         chosen.append(rank)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""From ``communication`` of the plan to how gradients travel between nodes."""
+"""Makes the reduction that ``communication`` of the plan asks for, with the groups that it needs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ def make_second_group(communication: Communication, partition: Sequence[Sequence
     """
     if not issubclass(REDUCTIONS[communication.dtype], TwoMessageReduction):
         return None
+    # A group of its own: second messages are sent by another thread, when each rank gets to it, and gloo would take
+    # them for the first messages that the backward sends at that moment.
     made = {tuple(ranks): new_group(ranks) for ranks in partition}
     return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
@@ -47,7 +49,7 @@ def make_second_group(communication: Communication, partition: Sequence[Sequence
 def make_reduction(
     communication: Communication, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None = None
 ) -> GradientReduction:
-    """What sums gradients over a group (collective over its ranks).
+    """Makes what sums gradients over a group (collective over its ranks).
 
     Args:
         communication: how they travel.
@@ -62,7 +64,7 @@ def make_reduction(
 
 
 def wire_bytes(communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-    """Bytes of the all-reduce that sends as much as is sent for a buffer: 2 (N - 1) / N times these on N ranks.
+    """The size in bytes of a buffer as it travels: each of N ranks sends 2 (N - 1) / N times as much.
 
     Args:
         communication: how it travels; of ``powersgd``, after its exact steps.

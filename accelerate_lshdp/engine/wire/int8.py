@@ -42,6 +42,8 @@ class _Message:
     """
 
     def __init__(self, rows: int, blocks: int, block: int, device: torch.device) -> None:
+        # Scales come first: their place is a multiple of 4 bytes then (blocks have multiples of 4 elements), as a view
+        # of fp32 needs. Zeros, so that the padding at the end of a short last chunk is sent as defined numbers.
         header = blocks * _SCALE_BYTES
         self.bytes = torch.zeros(rows, header + blocks * block, dtype=torch.int8, device=device)
         self.scales = self.bytes[:, :header].view(torch.float32).unflatten(1, (blocks, 1))
@@ -49,8 +51,11 @@ class _Message:
 
 
 class _Int8Buffer(LossyBuffer):
-    """Of ``kept``: ``error`` of this rank's own gradient, shape (N, blocks, block), and ``owner_error`` of the sum of
-    the chunk that it owns, shape (blocks, block). A block with values that are not finite loses its error."""
+    """One gradient buffer as int8, with the rounding errors that it keeps for the next step.
+
+    ``kept`` holds ``error`` of this rank's own gradient, shape (N, blocks, block), and ``owner_error`` of the sum of
+    the chunk that this rank owns, shape (blocks, block). A block with values that are not finite loses its error.
+    """
 
     def __init__(self, reduction: Int8Reduction, size: int, device: torch.device) -> None:
         self._groups = reduction.group, reduction.second_group
@@ -70,6 +75,8 @@ class _Int8Buffer(LossyBuffer):
         }
 
     def compress(self, buffer: torch.Tensor) -> dist.Work:
+        # The error becomes the gradient with the error added, is quantised, and is what that leaves over again: one
+        # tensor, changed in place. The buffer itself stays as it is until `decompress`.
         error = self.kept["error"]
         pieces = error.view(-1)
         for row in range(error.shape[0]):
@@ -82,6 +89,8 @@ class _Int8Buffer(LossyBuffer):
         return dist.all_to_all_single(self._received.bytes, self._sent.bytes, group=self._groups[0], async_op=True)
 
     def combine(self, buffer: torch.Tensor) -> dist.Work:
+        # In the order of the ranks, by one rank for all: nobody else adds up this chunk, so its bits are the same
+        # everywhere.
         total = self.kept["owner_error"]
         for first, last in self._pieces():
             numbers = self._scratch[1, : last - first]
@@ -91,7 +100,7 @@ class _Int8Buffer(LossyBuffer):
                 piece.addcmul_(numbers, self._received.scales[row, first:last])
             self._quantise(piece, self._sum, (0, first, last), self._scratch[1])
         self._forget_errors_of_infinities(total, self._sum.scales[0])
-        # The all-to-all is over, so its buffer is free.
+        # The all-to-all is over, so its buffer is free; it is this rank's own, and other ranks have what they need.
         return collectives._all_gather(
             self._sent.bytes.view(-1), self._sum.bytes.view(-1), group=self._groups[1], async_op=True
         )
@@ -131,12 +140,14 @@ class _Int8Buffer(LossyBuffer):
         # A block of zeros, or of numbers too small for a scale, is sent as zeros.
         inverse = scales.reciprocal().nan_to_num_(nan=0.0, posinf=0.0)
         torch.mul(values, inverse, out=numbers)
+        # To the nearest: at most 127, as the largest value of the block is 127 scales, so nothing has to be clamped.
         numbers.round_()
         message.values[row, first:last].copy_(numbers)
         values.addcmul_(numbers, scales, value=-1)
 
     @staticmethod
     def _forget_errors_of_infinities(errors: torch.Tensor, scales: torch.Tensor) -> None:
+        # NaN that were kept would come back in every later step; the scaler skips this one step only.
         infinite = ~scales.isfinite()
         if infinite.any():
             errors.masked_fill_(infinite, 0.0)
@@ -152,5 +163,5 @@ class Int8Reduction(TwoMessageReduction):
 
 
 def int8_bytes(size: int) -> int:
-    """Bytes of integers and scales for so many elements."""
+    """Bytes of the integers and scales that stand for ``size`` elements."""
     return size + -(-size // BLOCK) * _SCALE_BYTES

@@ -40,6 +40,8 @@ _PIECE = 64 * 1024
 
 @dataclass(frozen=True)
 class _Matrix:
+    """A gradient of a buffer as a matrix: where it begins, in elements, and its shape."""
+
     offset: int
     rows: int
     columns: int
@@ -51,7 +53,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What of a buffer is compressed.
+    """The division of a buffer into matrices that are compressed and the rest, which travels exactly.
 
     Attributes:
         matrices: those that are, of equal numbers of rows together.
@@ -66,6 +68,7 @@ class _Layout:
         matrices: list[_Matrix] = []
         rest: list[tuple[int, int]] = []
         offset = 0
+        # What the buffer has beyond its tensors (padding of shards) travels as a vector, exactly.
         for shape in (*shapes, torch.Size((size - sum(s.numel() for s in shapes),))):
             matrix = _as_matrix(offset, shape, rank)
             if matrix is not None:
@@ -75,16 +78,17 @@ class _Layout:
             elif shape.numel():
                 rest.append((offset, shape.numel()))
             offset += shape.numel()
+        # By rows, so that all P of equal size lie side by side and are orthonormalised in one batch.
         return cls(tuple(sorted(matrices, key=lambda matrix: matrix.rows)), tuple(rest))
 
     def numbers(self, rank: int) -> tuple[int, int, int]:
-        """Numbers in P, in Q, and in the rest."""
+        """The numbers of elements in P, in Q, and in the rest."""
         rows, columns = sum(m.rows for m in self.matrices), sum(m.columns for m in self.matrices)
         return rank * rows, rank * columns, sum(length for _, length in self.rest)
 
 
 def _as_matrix(offset: int, shape: torch.Size, rank: int) -> _Matrix | None:
-    """The tensor as a matrix of its first dimension, other than 1, by the others; None if it would not shrink."""
+    """A tensor as a matrix: its first dimension other than 1 by all others; None if it would not shrink."""
     sizes = [size for size in shape if size != 1]
     if len(sizes) < 2 or shape.numel() == 0:
         return None
@@ -93,7 +97,10 @@ def _as_matrix(offset: int, shape: torch.Size, rank: int) -> _Matrix | None:
 
 
 class _PowerSGDBuffer(LossyBuffer):
-    """Of ``kept``: ``error`` of all matrices one after the other, ``q`` of all of them, and the ``steps`` done."""
+    """One gradient buffer as thin matrices, with what PowerSGD keeps for the next step.
+
+    ``kept`` holds ``error`` of all matrices one after the other, ``q`` of all of them, and the number of ``steps``.
+    """
 
     def __init__(self, reduction: PowerSGDReduction, buffer: torch.Tensor, index: int, layout: _Layout) -> None:
         self._groups = reduction.group, reduction.second_group
@@ -101,6 +108,7 @@ class _PowerSGDBuffer(LossyBuffer):
         self._sends_p = reduction.has_unlike_processors
         self._layout = layout
         p_numbers, q_numbers, rest = layout.numbers(self._rank)
+        # Errors in 16 bits would lose what error feedback is there to keep; and QR needs at least fp32.
         dtype = buffer.dtype if buffer.dtype in (torch.float32, torch.float64) else torch.float32
         new = {"dtype": dtype, "device": buffer.device}
         self.kept = {
@@ -108,6 +116,8 @@ class _PowerSGDBuffer(LossyBuffer):
             "q": _same_on_all_ranks(q_numbers, index).to(**new),
             "steps": torch.zeros((), dtype=torch.int64),
         }
+        # P and what is not compressed lie in one tensor, Q (and P again) in another: two messages a step, whatever the
+        # number of parameters. The lists below are views of them.
         self._first = torch.empty(rest + p_numbers, **new)
         self._second = torch.zeros(q_numbers + (p_numbers if self._sends_p else 0), **new)
         self._scratch = torch.empty(max([_PIECE, *(m.columns for m in layout.matrices)]), **new)
@@ -140,6 +150,7 @@ class _PowerSGDBuffer(LossyBuffer):
             return dist.all_reduce(buffer, group=self._groups[0], async_op=True)
         self._working = buffer.to(self.kept["error"].dtype)  # the buffer itself, but for 16-bit gradients
         for matrix, error, q, p in zip(self._matrices(self._working), self._errors, self._q, self._p, strict=True):
+            # In place: `working` is the gradient with the errors until `combine` has taken the new errors from it.
             matrix.add_(error)
             torch.mm(q, matrix.t(), out=p)
         self._move_rest(self._working, into_message=True)
@@ -162,6 +173,7 @@ class _PowerSGDBuffer(LossyBuffer):
             torch.addmm(matrix, p.t(), new_q, alpha=-1, out=error)
         if self._sends_p:
             whole, sent = self._first[self._rest.numel() :], self._second[self.kept["q"].numel() :]
+            # A broadcast by the sum that is sent anyway: all ranks but the first add zeros.
             if self._groups[0].rank() == 0:
                 sent.copy_(whole)
             else:
@@ -170,6 +182,7 @@ class _PowerSGDBuffer(LossyBuffer):
 
     def _orthonormalise(self) -> None:
         """Makes the columns of every P orthonormal: one batched QR decomposition for all of equal size."""
+        # All ranks decompose the same sum; see the module on what their processors may make of it.
         first = 0
         rows = [p.shape[1] for p in self._p]
         numbers = self._first[self._rest.numel() :]
@@ -180,6 +193,7 @@ class _PowerSGDBuffer(LossyBuffer):
             first += stack.numel()
 
     def decompress(self, buffer: torch.Tensor) -> None:
+        # Into the tensor that a checkpoint holds, whose views `_q` are; it is also where the next step starts.
         self.kept["q"].copy_(self._second[: self.kept["q"].numel()])
         if self._sends_p:
             self._first[self._rest.numel() :].copy_(self._second[self.kept["q"].numel() :])
@@ -239,6 +253,7 @@ class PowerSGDReduction(TwoMessageReduction):
         super().__init__(group, second_group)
         self.rank = rank
         self.warmup_steps = warmup_steps
+        # Asked once, and of all: every rank has to decide alike whether P travels.
         kinds: list[tuple | None] = [None] * group.size()
         dist.all_gather_object(kinds, _processors(), group=group)
         self.has_unlike_processors = len(set(kinds)) > 1
@@ -253,11 +268,12 @@ def powersgd_bytes(size: int, shapes: Sequence[torch.Size], rank: int) -> int:
 
 
 def _same_on_all_ranks(count: int, seed: int) -> torch.Tensor:
+    # A generator of its own, on the CPU: the same numbers on every device, and none drawn from the script's generator.
     return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
 def _processors() -> tuple:
-    """What matrix products of this rank may depend on."""
+    """The versions and processors that the last bits of this rank's matrix products may depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How gradients travel: one interface for the reduction between ranks, and FSDP2's two collectives for gloo.
+"""How gradients travel: the interface of a reduction between ranks, and FSDP2's two collectives for gloo.
 
 A new format is one more class behind ``GradientReduction`` and one more line in ``formats.py``.
 """
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -21,7 +22,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class PendingReduction(ABC):
-    """A reduction under way."""
+    """A reduction of one buffer that has been started and not been waited for."""
 
     @abstractmethod
     def is_done(self) -> bool:
@@ -67,6 +68,13 @@ class GradientReduction(ABC):
 
 
 class _PendingWork(PendingReduction):
+    """One collective of torch, and what is to be done when it has ended.
+
+    Args:
+        work: the collective; it keeps the tensors alive that it sends from.
+        after: called by ``wait``, in the thread that waits.
+    """
+
     def __init__(self, work: dist.Work, after: Callable[[], None] | None = None) -> None:
         self.work = work
         self.after = after
@@ -76,6 +84,7 @@ class _PendingWork(PendingReduction):
 
     def wait(self) -> None:
         self.work.wait()
+        # On the stream that has just been made to wait (CUDA), so that it reads what the collective has written.
         if self.after is not None:
             self.after()
 
@@ -92,15 +101,17 @@ class Bf16Reduction(GradientReduction):
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         compressed = buffer.to(torch.bfloat16)
+        # The closure below keeps `compressed` alive until it is copied back; the buffer stays as it is until then.
         work = dist.all_reduce(compressed, group=self.group, async_op=True)
         return _PendingWork(work, after=lambda: buffer.copy_(compressed))
 
 
 class OrderedReductions:
-    """Starts reductions in one fixed order on all ranks, whatever order the gradients become ready in.
+    """Starts reductions in the same fixed order on all ranks, whatever order the gradients become ready in.
 
-    Ranks may skip a part of the model (a branch not taken), so the order of readiness can differ between ranks; a
-    collective started in different orders would mix buffers up or hang.
+    Ranks may skip a part of the model (a branch not taken), so the order of readiness can differ between ranks.
+    Collectives have no names: those of a group are matched by the order in which each rank starts them, so different
+    orders would add up different buffers, or hang where their sizes differ.
 
     Args:
         reduction: sums one buffer.
@@ -114,12 +125,14 @@ class OrderedReductions:
         self.count = count
         self._ready: dict[int, tuple[torch.Tensor, Sequence[torch.Size]]] = {}
         self._pending: list[PendingReduction] = []
-        self._given_up: list[PendingReduction] = []
-        self._reduced: set[int] = set()
-        self._next = 0
+        self._given_up: list[PendingReduction] = []  # of a backward that failed; they still write to their buffers
+        self._reduced: set[int] = set()  # out of order, by `reduce_now`
+        self._next = 0  # the first buffer that has not been started
 
     def begin(self) -> None:
-        """A backward begins: waits for what an earlier one that failed has under way, which still fills buffers."""
+        """Begins a backward: waits for the reductions of an earlier one that failed, which still fill buffers."""
+        # Not in `reset`, where the backward failed: other ranks may never start their part, and the error that this
+        # rank has to show would be hidden by a hang. A script that trains on has caught the error on all ranks.
         if self._given_up:
             with self.clock.waiting():
                 for pending in self._given_up:
@@ -127,16 +140,29 @@ class OrderedReductions:
             self._given_up.clear()
 
     def ready(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
-        """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows."""
+        """Says that buffer ``index`` may be reduced; starts it and its successors as far as the order allows.
+
+        Args:
+            index: of the buffer, counted from 0 in the order of starting.
+            buffer: 1-D; it must not be touched before ``finish`` has returned.
+            shapes: of the tensors in it.
+
+        Raises:
+            RuntimeError: the buffer was ready before in this backward.
+        """
         self._check_first_time(index)
         self._ready[index] = buffer, shapes
         self._start_in_order()
 
-    def now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
-        """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits)."""
+    def reduce_now(self, index: int, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> None:
+        """Reduces a buffer whose sum is needed at once, out of order (on CUDA only the current stream waits).
+
+        The arguments and errors are those of ``ready``. All ranks have to call it for the same buffers in the same
+        order.
+        """
         self._check_first_time(index)
         self._reduced.add(index)
-        with self.clock.waiting():
+        with label("all_reduce"), self.clock.waiting():
             self.reduction.start(buffer, index, shapes).wait()
         self._start_in_order()
 
@@ -152,15 +178,20 @@ class OrderedReductions:
         while self._next in self._ready or self._next in self._reduced:
             if self._next in self._ready:
                 buffer, shapes = self._ready.pop(self._next)
-                self._pending.append(self.reduction.start(buffer, self._next, shapes))
+                with label("all_reduce"):
+                    self._pending.append(self.reduction.start(buffer, self._next, shapes))
             self._next += 1
 
     def missing(self) -> list[int]:
-        """Buffers that this rank has not delivered."""
+        """The indices of the buffers that this rank has not delivered in this backward."""
         return [i for i in range(self._next, self.count) if i not in self._ready and i not in self._reduced]
 
     def finish(self) -> None:
-        """Waits until every buffer holds its sum; every buffer must have been delivered."""
+        """Waits until every buffer holds its sum.
+
+        Raises:
+            RuntimeError: a buffer was never delivered, so other ranks wait for it.
+        """
         if self.missing():
             raise RuntimeError(f"gradient buffers {self.missing()} were never delivered")
         try:
@@ -169,10 +200,11 @@ class OrderedReductions:
                     pending.wait()
             self._pending.clear()
         finally:
+            # After an error `_pending` still has what was not waited for, and `reset` takes it over for `begin`.
             self.reset()
 
     def reset(self) -> None:
-        """Gives up a backward that failed; does not wait for other ranks."""
+        """Forgets the buffers of this backward, which is over or has failed; does not wait for other ranks."""
         self._ready.clear()
         self._given_up += self._pending
         self._pending.clear()
@@ -181,7 +213,11 @@ class OrderedReductions:
 
 
 class TimedAllGather(AllGather):
-    """The stock all-gather, with the time that it blocks counted."""
+    """FSDP2's all-gather of a unit's parameters, with the seconds that it blocks counted.
+
+    Args:
+        clock: counts them.
+    """
 
     def __init__(self, clock: WaitClock) -> None:
         self.clock = clock
@@ -196,7 +232,7 @@ class TimedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        with self.clock.waiting():
+        with label("all_gather"), self.clock.waiting():
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -213,9 +249,12 @@ def exchange_in_pairs(received: torch.Tensor, sent: torch.Tensor, group: dist.Pr
     size, rank = group.size(), group.rank()
     parts_in, parts_out = received.view(size, -1), sent.view(size, -1)
     parts_in[rank].copy_(parts_out[rank])
+    # In round d every rank receives from rank - d and sends to rank + d: each port has one stream in and one out.
     for distance in range(1, size):
         source, target = (rank - distance) % size, (rank + distance) % size
         works = (
+            # The receive is posted first, and neither is waited for before both are: two ranks that each wait for
+            # their send would wait for ever.
             dist.irecv(parts_in[source], group=group, group_src=source),
             dist.isend(parts_out[target], group=group, group_dst=target),
         )
@@ -224,12 +263,15 @@ def exchange_in_pairs(received: torch.Tensor, sent: torch.Tensor, group: dist.Pr
 
 
 class TimedReduceScatter(ReduceScatter):
-    """Reduce-scatter with the time that it blocks counted; on gloo an all-to-all and a local sum.
+    """FSDP2's reduce-scatter of a unit's gradients, with the seconds that it blocks counted.
+
+    On gloo it is an all-to-all and a local sum.
 
     gloo implements reduce-scatter as an all-reduce and a slice, which sends twice the bytes: 2(N-1)/N * S instead of
     (N-1)/N * S.
 
     Args:
+        clock: counts the seconds that it blocks.
         dtype: precision on the wire (None: that of the gradients); the sum is taken in the gradients' precision.
     """
 
@@ -253,15 +295,20 @@ class TimedReduceScatter(ReduceScatter):
         if async_op:
             raise ValueError("an asynchronous reduce-scatter is not supported; FSDP2 does not use one")
         compress = self.dtype is not None and self.dtype != input_tensor.dtype
-        with self.clock.waiting():
-            if input_tensor.device.type != "cpu" and not compress:
-                return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-            sent = input_tensor.to(self.dtype) if compress else input_tensor
-            received = torch.empty_like(sent)
-            if sent.device.type == "cpu":
-                exchange_in_pairs(received, sent, group)
-            else:
-                dist.all_to_all_single(received, sent, group=group)
-        parts = received.view(group.size(), -1)
-        torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
+        with label("reduce_scatter"):
+            with self.clock.waiting():
+                if input_tensor.device.type != "cpu" and not compress:
+                    return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+                sent = input_tensor.to(self.dtype) if compress else input_tensor
+                received = torch.empty_like(sent)
+                # Both ways end, for this stream, before `received` is read below and before this returns: FSDP2 reuses
+                # the input for the next unit.
+                if sent.device.type == "cpu":
+                    exchange_in_pairs(received, sent, group)
+                else:
+                    dist.all_to_all_single(received, sent, group=group)
+            # A reduction by the backend would add up in the precision of the wire; here the terms alone are rounded.
+            # Ranks are added in their order, so a run gives the same bits every time.
+            parts = received.view(group.size(), -1)
+            torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
         return None

@@ -1,10 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Reductions that take two messages: compress, send, combine what has come, send, decompress.
 
-The backward goes on meanwhile, so somebody has to send the second message when the first one has arrived. On the CPU
-that is one thread for each reduction. It sends second messages in the order of the first ones, and in a process group
-of their own, because gloo tells messages of a group apart by their order alone. On devices with streams everything is
-queued on a stream at once, and no thread is needed.
+The backward goes on meanwhile, so the second message has to be sent beside it, when the first one has arrived. On the
+CPU one thread for each reduction does that. It sends second messages in the order of the first ones, and in a process
+group of their own, because gloo tells messages of a group apart by their order alone. On devices with streams
+everything is queued on a stream at once, and no thread is needed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+from accelerate_lshdp.runtime.profiler_labels import label
 
 
 logger = logging.getLogger(__name__)
 #: How long a thread waits for a message before it looks whether the process is about to exit.
-_PATIENCE = timedelta(seconds=0.5)
+_EXIT_CHECK_INTERVAL = timedelta(seconds=0.5)
 
 
 class LossyBuffer(ABC):
-    """What is kept from step to step for one gradient buffer, and the computations around its two messages.
+    """The state of one gradient buffer from step to step, and the computations around its two messages.
 
     All three methods return at once where they start a message. Subclasses keep tensors in ``kept``; they make up the
     state of a checkpoint and are changed in place.
@@ -41,24 +42,27 @@ class LossyBuffer(ABC):
 
     @abstractmethod
     def compress(self, buffer: torch.Tensor) -> dist.Work:
-        """Starts the first message."""
+        """Starts the first message, made of the gradients in ``buffer`` (1-D) and of what was kept."""
 
     @abstractmethod
     def combine(self, buffer: torch.Tensor) -> dist.Work | None:
-        """The first message has arrived: starts the second one. None: the buffer holds its sum already."""
+        """Starts the second message, as the first one has arrived. None: the buffer holds its sum already."""
 
     @abstractmethod
     def decompress(self, buffer: torch.Tensor) -> None:
-        """The second message has arrived: fills the buffer with the sum."""
+        """Fills the buffer with the sum, as the second message has arrived."""
 
 
 class _Pending(PendingReduction):
-    """A buffer between ``start`` and ``wait``."""
+    """A buffer on the CPU between ``start`` and ``wait``: made by the backward's thread, then the worker's alone."""
 
     def __init__(self, kept: LossyBuffer, buffer: torch.Tensor) -> None:
         self._kept = kept
         self._buffer: torch.Tensor | None = buffer
-        self.message: dist.Work | None = kept.compress(buffer)
+        # In the backward's thread, so that first messages are sent in the order in which buffers are started: gloo
+        # matches them by that order alone.
+        with label("compress"):
+            self.message: dist.Work | None = kept.compress(buffer)
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
@@ -75,14 +79,16 @@ class _Pending(PendingReduction):
         self._ended.wait()
 
     def send_second(self) -> None:
-        """The first message has arrived."""
-        self.message = self._kept.combine(self._buffer)
+        """Sends the second message, as the first one has arrived."""
+        with label("combine"):
+            self.message = self._kept.combine(self._buffer)
         if self.message is None:
             self._end()
 
     def finish(self) -> None:
-        """The second message has arrived."""
-        self._kept.decompress(self._buffer)
+        """Fills the buffer, as the second message has arrived."""
+        with label("decompress"):
+            self._kept.decompress(self._buffer)
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -90,22 +96,31 @@ class _Pending(PendingReduction):
         self._end()
 
     def _end(self) -> None:
-        self._buffer = self.message = None  # not kept alive until the next step
+        # Not kept alive until the next step; and before the event, after which the next reduction may begin.
+        self._buffer = self.message = None
         self._ended.set()
 
 
 class _Streamed(PendingReduction):
-    """A buffer whose whole way is queued on a stream of its device."""
+    """A buffer on a device with streams: both messages and all computations are queued on one stream at once."""
 
     def __init__(self, kept: LossyBuffer, buffer: torch.Tensor, stream: torch.Stream) -> None:
         self._device = torch.get_device_module(buffer.device)
+        # The gradients in the buffer are still being computed on the current stream.
         stream.wait_stream(self._device.current_stream(buffer.device))
+        # `wait` of a collective makes this stream wait, not the host, so nothing here blocks the backward. All buffers
+        # of a reduction take the same stream: their scratch tensors and messages are used one after the other.
         with self._device.stream(stream):
-            kept.compress(buffer).wait()
-            message = kept.combine(buffer)
+            with label("compress"):
+                kept.compress(buffer).wait()
+            with label("combine"):
+                message = kept.combine(buffer)
             if message is not None:
                 message.wait()
-                kept.decompress(buffer)
+                with label("decompress"):
+                    kept.decompress(buffer)
+        # The allocator knows of the stream that the buffer was made on; this one may still work on it when it is
+        # dropped.
         buffer.record_stream(stream)
         self._finished = stream.record_event()
 
@@ -117,7 +132,7 @@ class _Streamed(PendingReduction):
 
 
 class _Exiting(Exception):
-    """The process is about to exit, so there is nothing left to wait for."""
+    """Raised in the worker's thread when the process is about to exit, so that it leaves whatever it waits for."""
 
 
 class _Worker:
@@ -133,7 +148,9 @@ class _Worker:
         self._exiting = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self, pending: _Pending) -> None:
+    def submit(self, pending: _Pending) -> None:
+        """Hands over a buffer whose first message has been sent; returns at once."""
+        # Not in the constructor: a reduction that is never used (a model that is only evaluated) needs no thread.
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lossy reduction", daemon=True)
             self._thread.start()
@@ -142,11 +159,13 @@ class _Worker:
     def stop(self) -> None:
         """Ends the thread, whatever is under way."""
         self._exiting.set()
-        self._arrived.put(None)
+        self._arrived.put(None)  # wakes a thread that waits for the next buffer
+        # The last reference to a reduction may be dropped in the thread itself, which cannot wait for its own end.
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
+        # Whether gradients are recorded is a setting of each thread.
         with torch.no_grad():
             try:
                 while True:
@@ -161,6 +180,7 @@ class _Worker:
 
     def _next(self) -> _Pending | None:
         """The next buffer; None if there is none while others are to be finished."""
+        # A second message that can be sent comes before one that is to be waited for: other ranks wait for ours.
         try:
             pending = self._arrived.get(block=not self._unfinished)
         except queue.Empty:
@@ -170,6 +190,7 @@ class _Worker:
         return pending
 
     def _finish_arrived(self) -> None:
+        # In the order of sending: buffers are finished as they were started, on all ranks alike.
         while self._unfinished and self._unfinished[0].message.is_completed():
             self._attempt(self._unfinished.popleft(), self._finish)
 
@@ -189,13 +210,15 @@ class _Worker:
         except _Exiting as exiting:
             pending.fail(RuntimeError("the process exits while gradients are being summed"))
             raise exiting
-        except Exception as error:  # whoever waits for the buffer gets it
+        except Exception as error:  # raised by `wait`, in the thread that waits for the buffer
             pending.fail(error)
 
     def _wait(self, message: dist.Work) -> None:
+        # In short pieces: a thread that is blocked inside of gloo cannot be woken when the process is to exit. gloo's
+        # own time-out still ends the collective as a whole.
         while not self._exiting.is_set():
             try:
-                message.wait(_PATIENCE)
+                message.wait(_EXIT_CHECK_INTERVAL)
                 return
             except RuntimeError:
                 if message.is_completed():
@@ -224,6 +247,9 @@ class TwoMessageReduction(GradientReduction):
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self._stream: torch.Stream | None = None
         self._worker = _Worker()
+        # The thread holds the worker, not this object: when this is dropped, the thread ends. At exit a handler of its
+        # own does it, as handlers run in the reverse order of registration: the thread is gone before the handler of
+        # `shutdown`, which the accelerator has registered earlier, destroys the groups that the thread uses.
         weakref.finalize(self, self._worker.stop).atexit = False
         atexit.register(_stop, weakref.ref(self._worker))
 
@@ -233,13 +259,14 @@ class TwoMessageReduction(GradientReduction):
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         before = self._under_way.pop(index, None)
+        # Of a backward that was given up: it still uses what is kept. On devices the one stream keeps the order.
         if isinstance(before, _Pending):
-            before.wait_for_end()  # of a backward that was given up: it still uses what is kept
+            before.wait_for_end()
         kept = self._buffer(buffer, index, shapes)
         with torch.no_grad():
             if buffer.device.type == "cpu":
                 pending = _Pending(kept, buffer)
-                self._worker.take(pending)
+                self._worker.submit(pending)
             else:
                 if self._stream is None:
                     self._stream = torch.get_device_module(buffer.device).Stream(buffer.device)
@@ -263,6 +290,7 @@ class TwoMessageReduction(GradientReduction):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a checkpoint has to hold of this rank: tensors by ``<index>.<name>``. Nothing may be under way."""
+        # `_saved` are parts of a loaded checkpoint whose buffers have not been started since: they must not be lost.
         kept = {index: buffer.kept for index, buffer in self._kept.items()}
         return {f"{index}.{name}": t for index, k in sorted((self._saved | kept).items()) for name, t in k.items()}
 

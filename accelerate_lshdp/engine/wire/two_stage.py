@@ -45,7 +45,7 @@ class Stages:
 
 
 class TwoStageAllGather(AllGather):
-    """Every rank fetches the pieces of its own place from the other nodes; then the ranks of a node exchange them.
+    """All-gather in two stages: pieces of a rank's own place from the other nodes, then all of them inside the node.
 
     Args:
         stages: this rank's groups.
@@ -75,13 +75,17 @@ class TwoStageAllGather(AllGather):
             async_op: accepted because FSDP2 passes it.
         """
         fetched = self.stages.rows(input_tensor.new_empty(self.stages.across.size() * input_tensor.numel()))
+        # Between nodes first, while each rank still has its own piece only: after the stage inside a node, every rank
+        # would send the whole row of its node.
         self._gather(fetched.view(-1), input_tensor, self.stages.across)
+        # FSDP2 gives the input as a view of the output. That place is written here with the same values, and no longer
+        # read: `fetched` has them.
         for node, piece in zip(self.stages.rows(output_tensor), fetched, strict=True):
             self._gather(node, piece, self.stages.inside)
 
 
 class TwoStageReduceScatter(ReduceScatter):
-    """The ranks of a node add up what they have for each place; then the sums of the nodes are added up.
+    """Reduce-scatter in two stages: inside each node for every place, then the sums of the nodes.
 
     Args:
         stages: this rank's groups.
@@ -119,6 +123,7 @@ class TwoStageReduceScatter(ReduceScatter):
             ValueError: another ``op``, or ``async_op``.
         """
         sums = self.stages.rows(input_tensor.new_empty(self.stages.across.size() * output_tensor.numel()))
+        # Inside the node first, where bytes are cheap: then one sum a node crosses the network instead of L gradients.
         for node, piece in zip(self.stages.rows(input_tensor), sums, strict=True):
             self._scatter_inside(piece, node, self.stages.inside, op, async_op)
         self._scatter_across(output_tensor, sums.view(-1), self.stages.across, op, async_op)

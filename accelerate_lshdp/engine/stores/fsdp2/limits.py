@@ -1,4 +1,4 @@
-"""What needs whole parameters and so does not work where FSDP2 shards them, said before it goes wrong."""
+"""Refuses, with a message, what needs whole parameters and so does not work where FSDP2 shards them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def check_sharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
     sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     if not sharded:
         return
+    # By names and ancestors: subclasses have the same need, and transformers' optimizers are classes of their own.
     names = {ancestor.__name__ for ancestor in type(optimizer).__mro__}
+    # On a mesh of one rank a DTensor is whole; LBFGS needs no more than that.
     cut = any(parameter.device_mesh.size() > 1 for parameter in sharded)
     if names & set(_WHOLE_PARAMETERS) or ("LBFGS" in names and cut):
         instead = "Use strategy ddp" if "LBFGS" in names else _INSTEAD
@@ -38,7 +40,12 @@ def check_sharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def shards_of_state(state: dict[str, Any], parameter: DTensor) -> dict[str, Any]:
-    """An optimizer's state of a whole parameter, cut as the parameter has been."""
+    """Cuts an optimizer's state of a whole parameter as the parameter has been cut (no collective).
+
+    Args:
+        state: values by name; tensors of the parameter's shape are cut, others stay.
+        parameter: the sharded one.
+    """
     mesh, placements = parameter.device_mesh, parameter.placements
 
     def cut(value: Any) -> Any:
@@ -73,6 +80,7 @@ def refuse_double_backward(root: FSDPModule) -> None:
 
 
 def _refuse_in(group: Any) -> None:
+    # Replaced in the instance: FSDP2 calls it by attribute at each unit's backward, and has no hook there.
     begin = group.pre_backward
 
     def pre_backward(*arguments: Any) -> None:
@@ -114,6 +122,7 @@ class _SavePretrained:
 
 def guard_methods(module: nn.Module) -> None:
     """Gives a sharded module methods that refuse, with what to do instead, where torch's own fail or mislead."""
+    # In the instance, which hides the class's method and leaves the class to the other models of the script.
     vars(module)["__deepcopy__"] = _Refusal(
         "found copy.deepcopy (AveragedModel calls it, too) of a sharded model: its parameters are shards that only "
         "work in this place. Copy the model before prepare(), or make a new one and load "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -18,7 +19,7 @@ def without_shards(module: nn.Module) -> list[nn.Parameter]:
 
 
 class PlainParameters:
-    """Sums the gradients of parameters that every rank keeps whole, after the backward: they are single numbers.
+    """The parameters that every rank keeps whole, as they are single numbers: sums their gradients after a backward.
 
     Args:
         parameters: those that are trained, on the device where the forward runs.
@@ -32,34 +33,36 @@ class PlainParameters:
         self._holds_local = False  # whether .grad is this rank's own, not yet summed
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Begins a backward: sets final gradients aside, which must not be summed again."""
         if not self._holds_local:
             self._earlier = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
 
     def finish(self, synchronise: bool) -> None:
-        """The backward is over; if ``synchronise``, sums gradients over all ranks (collective)."""
+        """Ends a backward; if ``synchronise``, sums the gradients over all ranks (collective)."""
         self._holds_local = not synchronise
         if not synchronise or not self.parameters:
             return
+        # In float64 and in one message: parameters differ in dtype, and a network takes as long for one number as
+        # for all. Those without a gradient send 0, as other ranks may have one.
         numbers = [p for p in self.parameters if p.numel()]
         if numbers and dist.get_world_size() > 1:
             zero = torch.zeros((), dtype=torch.float32)
             total = torch.stack([(zero if p.grad is None else p.grad).to(p.device, torch.float64) for p in numbers])
-            with self._clock.waiting():
+            with label("all_reduce"), self._clock.waiting():
                 dist.all_reduce(total)
             for parameter, value in zip(numbers, total, strict=True):
                 parameter.grad = value.to(parameter.dtype)
         self._give_back()
 
     def cancel(self) -> None:
-        """The loss did not depend on the model."""
+        """Undoes ``begin``, as the loss did not depend on the model."""
         if not self._holds_local:
             self._give_back()
 
     def abandon(self) -> None:
-        """The backward failed."""
+        """Forgets a backward that failed, with the gradients that were set aside."""
         self._holds_local = False
         self._earlier = []
 

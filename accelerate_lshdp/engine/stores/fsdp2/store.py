@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,40 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.engine.loading import follow_loading, require_same_names
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
+from accelerate_lshdp.engine.stores.fsdp2.unit import Unit, collect_units, sharded_like
 from accelerate_lshdp.engine.stores.fsdp2.unsummed_gradients import ZeroGrad, drop_unsummed, holds_unsummed
 from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups, reduce_unused_parameters
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
+from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
-
-
-@dataclass
-class _Unit:
-    """One FSDP2 parameter group that has trainable parameters."""
-
-    module: FSDPModule
-    fsdp_params: list[FSDPParam] = field(default_factory=list)  # those that were trainable in ``prepare``
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    local: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # (offset, this node's earlier gradients)
-
-    def layout(self) -> list[tuple[nn.Parameter, int]]:
-        """Parameters in the gradient buffer (those not frozen now), and the elements of each one's padded shard."""
-        pairs = zip(self.parameters, self.fsdp_params, strict=True)
-        return [(p, fsdp_param.padded_sharded_param_size.numel()) for p, fsdp_param in pairs if p.requires_grad]
-
-    def shapes(self) -> list[torch.Size]:
-        """Of the padded shards in the gradient buffer."""
-        pairs = zip(self.parameters, self.fsdp_params, strict=True)
-        return [fsdp_param.padded_sharded_param_size for p, fsdp_param in pairs if p.requires_grad]
 
 
 class ShardedModel(PreparedModel):
@@ -96,10 +75,11 @@ class ShardedModel(PreparedModel):
         self._device = device
         self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
         ignored = without_shards(module)
+        # FSDP2 moves what it manages; what it is told to ignore stays where it is, which may be host memory.
         for parameter in ignored:
             parameter.data = parameter.data.to(device)
         self._shard(module, units, prefetch, ignored)
-        self._units = self._collect_units(module)
+        self._units = collect_units(module)
         self._plain = PlainParameters([p for p in ignored if p.requires_grad], clock)
         self._parameters = [p for unit in self._units for p in unit.parameters] + self._plain.parameters
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
@@ -108,21 +88,22 @@ class ShardedModel(PreparedModel):
         refuse_double_backward(module)
         guard_methods(module)
         follow_loading(self)
+        # In the instance, so that other models of the same class keep torch's own.
         vars(module)["zero_grad"] = ZeroGrad(module)
         self._synchronise = False
         self._overlaps = True
         self._forwards: Counter[int] = Counter()  # of each unit's modules since the last backward
         self._ran: set[int] = set()  # modules of units that had a forward since the last backward
         self._skipped: set[int] = set()  # units that had none before the current backward
-        self._stood_in: dict[int, torch.Tensor] = {}
+        self._substitutes: dict[int, torch.Tensor] = {}  # buffers of units that did not run, kept alive until the end
         self._holds_local = False  # whether .grad is this node's own, not yet summed between nodes
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that were final already
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        if would_stay(convert, self.module, self._device):
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if is_noop_conversion(convert, self.module, self._device):
             return True
         raise RuntimeError(
             "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
@@ -154,6 +135,7 @@ class ShardedModel(PreparedModel):
         policies = self.policies
         options = {"mesh": self.mesh, "mp_policy": policies.precision, "offload_policy": policies.offload}
         options["ignored_params"] = set(ignored)
+        # Units before the root: `fully_shard` of a module takes what no unit inside it has taken.
         for unit in units:
             target = list(unit) if len(unit) > 1 else unit[0]
             fully_shard(target, reshard_after_forward=policies.reshard_after_forward, **options)
@@ -167,38 +149,19 @@ class ShardedModel(PreparedModel):
         # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
         fully_shard(module, reshard_after_forward=False, **options)
         module.register_forward_hook(_drop_after_evaluation)
+        # FSDP2 itself fetches one unit ahead. Told of more, it has that many gathered units in memory at a time.
         heads = [unit[0] for unit in units]
         if prefetch > 1:
             for index, head in enumerate(heads):
                 head.set_modules_to_forward_prefetch(heads[index + 1 : index + 1 + prefetch])
                 head.set_modules_to_backward_prefetch(heads[max(0, index - prefetch) : index][::-1])
 
-    def _collect_units(self, module: nn.Module) -> list[_Unit]:
-        """Units with trainable parameters, in the order in which a backward usually reaches them; the root is last."""
-        heads, seen = [], set()
-        for candidate in module.modules():
-            if isinstance(candidate, FSDPModule) and id(candidate._get_fsdp_state()) not in seen:
-                seen.add(id(candidate._get_fsdp_state()))
-                heads.append(candidate)
-        root, *blocks = heads
-        units, index = [], 0
-        for head in [*reversed(blocks), root]:
-            unit = _Unit(head)
-            for group in param_groups(head):
-                for fsdp_param in group.fsdp_params:
-                    if fsdp_param.sharded_param.requires_grad:
-                        unit.fsdp_params.append(fsdp_param)
-                        unit.parameters.append(fsdp_param.sharded_param)
-                        unit.indices.append(index)
-                        index += 1
-            if unit.parameters:
-                units.append(unit)
-        return units
-
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def _configure(self, device: torch.device, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        # One by one: these setters of FSDP2 do not reach the modules inside. Its own division would use PREMUL_SUM,
+        # which gloo refuses; weights are in the loss, so nothing is to be divided.
         for module in self._fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -230,7 +193,7 @@ class ShardedModel(PreparedModel):
 
         return mark_used
 
-    def _usage_hook(self, unit: _Unit):  # noqa: ANN202 - a closure for torch
+    def _usage_hook(self, unit: Unit):  # noqa: ANN202 - a closure for torch
         """Watches the gathered parameters, which exist from the first forward on, for gradients."""
         watched: set[int] = set()
         mark_used = self._marker()
@@ -262,6 +225,7 @@ class ShardedModel(PreparedModel):
         self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
         self._plain.begin()
+        # Before autograd: reductions of a backward that failed may still write to .grad, whose memory they have.
         if self._reductions is not None:
             self._reductions.begin()
         # FSDP2 reduces a unit once for each of its forwards and adds to .grad in between, which must not happen while
@@ -303,7 +267,7 @@ class ShardedModel(PreparedModel):
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _reduce_hook(self, number: int, unit: _Unit):  # noqa: ANN202 - a closure for FSDP2
+    def _reduce_hook(self, number: int, unit: Unit):  # noqa: ANN202 - a closure for FSDP2
         gradient_dtype = unit.parameters[0].dtype
 
         def reduce_between_nodes(buffer: torch.Tensor) -> None:
@@ -316,14 +280,14 @@ class ShardedModel(PreparedModel):
             else:
                 # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
                 # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
-                for skipped in sorted(self._skipped & set(range(number)) - self._stood_in.keys()):
-                    self._stood_in[skipped] = self._stand_in(self._units[skipped])
-                    self._reductions.now(skipped, self._stood_in[skipped], self._units[skipped].shapes())
-                self._reductions.now(number, buffer, unit.shapes())
+                for skipped in sorted(self._skipped & set(range(number)) - self._substitutes.keys()):
+                    self._substitutes[skipped] = self._make_substitute(self._units[skipped])
+                    self._reductions.reduce_now(skipped, self._substitutes[skipped], self._units[skipped].shapes())
+                self._reductions.reduce_now(number, buffer, unit.shapes())
 
         return reduce_between_nodes
 
-    def _add_local(self, unit: _Unit, buffer: torch.Tensor) -> None:
+    def _add_local(self, unit: Unit, buffer: torch.Tensor) -> None:
         for offset, gradient in unit.local:
             used_on_this_stream(gradient)  # it is dropped below, when the sum may not have been taken yet
             buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
@@ -332,15 +296,19 @@ class ShardedModel(PreparedModel):
     def deliver_backward(self) -> None:
         if not self._synchronise or self._reductions is None:
             return
+        # With several forwards FSDP2 has added all of them up in .grad by now: the node's sums travel as they are.
         if not self._overlaps:
             self._set_aside_local()
+        # Other ranks wait for the buffers of all units, also of those that this rank's forward left out.
         for number in self._reductions.missing():
-            self._stood_in[number] = self._stand_in(self._units[number])
-            self._reductions.ready(number, self._stood_in[number], self._units[number].shapes())
+            self._substitutes[number] = self._make_substitute(self._units[number])
+            self._reductions.ready(number, self._substitutes[number], self._units[number].shapes())
 
     def finish_backward(self) -> None:
         self.in_backward = False
+        # A collective of the world, at the same place on all ranks: after all of them have started all reductions.
         self._plain.finish(self._synchronise)
+        # Over the world FSDP2's reduce-scatter has summed everything; nothing travels between replicas.
         if self.policies.strategy.is_world_sharded:
             return
         if not self._synchronise:
@@ -349,9 +317,9 @@ class ShardedModel(PreparedModel):
         self._synchronise = False
         if self._reductions is not None:
             self._reductions.finish()
-            for number, buffer in self._stood_in.items():
+            for number, buffer in self._substitutes.items():
                 self._take_gradients(self._units[number], buffer)
-            self._stood_in.clear()
+            self._substitutes.clear()
         else:
             for unit in self._units:
                 self._deliver_local(unit)
@@ -363,28 +331,30 @@ class ShardedModel(PreparedModel):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._earlier.clear()
 
-    def _stand_in(self, unit: _Unit) -> torch.Tensor:
-        """This rank's part of the gradient of a unit that its forward did not run in this backward."""
+    def _make_substitute(self, unit: Unit) -> torch.Tensor:
+        """Makes this rank's part of the gradient of a unit that its forward did not run: zeros, and what was local."""
         dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
         buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self.mesh.device_type)
         self._add_local(unit, buffer)
         return buffer
 
-    def _take_gradients(self, unit: _Unit, buffer: torch.Tensor) -> None:
+    def _take_gradients(self, unit: Unit, buffer: torch.Tensor) -> None:
         """Gives a unit's parameters their gradients from its reduced buffer, as FSDP2 does for units that ran."""
+        # Pieces are padded; a rank's own shard may be shorter. They are copied, not kept as views of the buffer, which
+        # is in the precision of the reduction and on the device.
         pieces = buffer.split([size for _, size in unit.layout()])
         for (parameter, _), piece in zip(unit.layout(), pieces, strict=True):
             local = parameter.to_local()
             piece = piece[: local.numel()].view(local.shape)
-            parameter.grad = _like(parameter, piece.to(local.device, local.dtype))
+            parameter.grad = sharded_like(parameter, piece.to(local.device, local.dtype))
 
-    def _deliver_local(self, unit: _Unit) -> None:
-        """One node alone: earlier micro-batches' gradients go back, as nothing was added to a buffer."""
+    def _deliver_local(self, unit: Unit) -> None:
+        """Adds gradients of earlier micro-batches back to ``.grad``, as no reduction between nodes has taken them."""
         offset = 0
         local = dict(unit.local)
         for parameter, size in unit.layout():
             if offset in local:
-                earlier = _like(parameter, local[offset])
+                earlier = sharded_like(parameter, local[offset])
                 parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
             offset += size
         unit.local.clear()
@@ -422,10 +392,12 @@ class ShardedModel(PreparedModel):
             unit.local.clear()
 
     def before_step(self) -> None:
-        super().before_step()
-        self._drop_gathered()
+        with label("before_optimizer_step"):
+            super().before_step()
+            self._drop_gathered()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
+        # Compared first, while nothing has changed: all ranks raise, and none has loaded a part.
         require_same_names(state)
         self._drop_gathered()
 
@@ -433,7 +405,10 @@ class ShardedModel(PreparedModel):
         self._drop_gathered()
 
     def _drop_gathered(self) -> None:
-        """A forward without a backward (metrics) may have left parameters gathered, with which FSDP2 would go on."""
+        """Drops gathered parameters that a forward without a backward (metrics) has left.
+
+        FSDP2 would use them in the next forward, though the shards may have changed since.
+        """
         for module in self._fsdp_modules():
             module.reshard()
 
@@ -452,13 +427,14 @@ class ShardedModel(PreparedModel):
         self.in_backward = self._synchronise = self._holds_local = False
         self._plain.abandon()
         self._earlier.clear()
-        self._stood_in.clear()
+        self._substitutes.clear()
         for unit in self._units:
             unit.local.clear()
         if self._reductions is not None:
             self._reductions.reset()
         if self.module._get_fsdp_state()._is_root is None:
             return  # it never had a forward, and FSDP2 has no state to reset before that
+        # After the reductions above were given up, which keep their buffers alive: this frees the rest.
         forget_iteration(self.module)
         # What FSDP2 forgets to reset: the whole gradients of units that the backward did not complete.
         for module in self._fsdp_modules():
@@ -477,10 +453,3 @@ def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> N
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
-
-
-def _like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
-    """A DTensor with the parameter's layout and this rank's piece, beside the parameter: offloaded, if that is."""
-    whole = torch.empty_like(parameter, requires_grad=False)  # `from_local` moves to the device of the mesh
-    whole.to_local().copy_(local)
-    return whole

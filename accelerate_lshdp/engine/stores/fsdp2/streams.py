@@ -1,4 +1,4 @@
-"""Streams of a device, and memory that one of them uses and another one allocated."""
+"""Lifetime of memory that one stream of a device has allocated and another one uses."""
 
 from __future__ import annotations
 

@@ -21,14 +21,15 @@ def holds_unsummed(fsdp_param: FSDPParam) -> bool:
 
 
 def drop_unsummed(fsdp_param: FSDPParam) -> None:
-    """Drops it."""
+    """Drops the gradient of this parameter that was not summed over the ranks, if there is one."""
+    # FSDP2 keeps it in either place: apart, where it was accumulated in fp32, else in .grad of the whole parameter.
     fsdp_param.unsharded_accumulated_grad = None
     if hasattr(fsdp_param, "_unsharded_param"):
         fsdp_param._unsharded_param.grad = None
 
 
 class ZeroGrad:
-    """``zero_grad`` of a sharded module: torch's own does not reach what was not summed yet."""
+    """``zero_grad`` of a sharded module, which also drops what was not summed yet: torch's own does not reach that."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What FSDP2 can do in some versions of torch only, done for all that the package accepts."""
+"""Functions of FSDP2 that only some versions of torch have, for all versions that the package accepts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """What is gathered and reduced together of a module's parameters; before torch 2.12 that is one group at most."""
+    """The groups of a module's parameters that FSDP2 gathers and reduces together (before torch 2.12 at most one)."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
@@ -20,7 +20,7 @@ def param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def reduce_unused_parameters(root: FSDPModule) -> None:
-    """Parameters that this rank's backward did not use are reduced with the others, as zeros.
+    """Lets FSDP2 reduce parameters that this rank's backward did not use with the others of their group, as zeros.
 
     Other ranks send a gradient for them. torch 2.13 can do that, but for gradients in low precision that have been
     accumulated in fp32: it has zeros in low precision beside those, and refuses.
@@ -31,6 +31,8 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
 
 
 def _fill_in_zeros(group: FSDPParamGroup) -> None:
+    # FSDP2 builds the buffer of a group from the gradients that exist: a rank that lacks one would send a shorter
+    # buffer than the others, in a collective that needs the same size of all.
     reduce = group.post_backward
 
     def post_backward(*unused: object) -> None:
@@ -50,9 +52,10 @@ def _fill_in_zeros(group: FSDPParamGroup) -> None:
 
 
 def forget_iteration(root: FSDPModule) -> None:
-    """After a forward or a backward that was given up: the next forward begins anew (torch 2.13 can do that).
+    """Resets FSDP2 after a forward or a backward that was given up, so that the next forward begins anew.
 
-    Parameters are sharded, and gradients that were on their way are lost.
+    Parameters are sharded afterwards, and gradients that were on their way are lost. torch 2.13 has it as
+    ``reset_iter_state``; for older versions the same is done here.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -78,6 +81,7 @@ def forget_iteration(root: FSDPModule) -> None:
 
 
 def _forget(group: FSDPParamGroup) -> None:
+    # Waited for, not dropped: the gather under way writes into memory that is freed with the group's results.
     gathered = group._all_gather_result
     if gathered is not None and isinstance(gathered.all_gather_work, dist.Work):
         gathered.all_gather_work.wait()

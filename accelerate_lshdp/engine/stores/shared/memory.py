@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Memory that the ranks of one node share, and how they wake each other and notice that one has gone.
+"""Memory that the ranks of one node map, and sockets by which they wake each other and notice that one has ended.
 
 The memory has no name (memfd): the kernel frees it when the last process that maps it ends, however it ends. Ranks are
 connected by Unix sockets. A byte on a socket says "look again"; what there is to see lies in the memory. Waiting this
@@ -38,13 +38,13 @@ class NodeMemoryError(RuntimeError):
 
 
 class Layout:
-    """Hands out places in a memory that is still to be made."""
+    """Hands out aligned places in a memory that is still to be made, so that one mapping holds everything."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def place(self, count: int) -> int:
-        """The offset of ``count`` bytes."""
+        """Reserves ``count`` bytes and returns their offset, a multiple of ``ALIGNMENT``."""
         offset = self.bytes
         self.bytes += -(-count // ALIGNMENT) * ALIGNMENT
         return offset
@@ -67,6 +67,8 @@ class NodeMemory:
         self.gone: set[int] = set()
         self._memory = memory
         self._peers = peers
+        # Sockets that do not block: `wake_peers` must not wait for a peer that does not read, and what `poll` has
+        # found may have been read meanwhile.
         self._bell, self._hears = socket.socketpair()
         self._poll = select.poll()
         self._rank_of = {peer.fileno(): rank for rank, peer in peers.items()}
@@ -78,7 +80,7 @@ class NodeMemory:
 
     @staticmethod
     def missing() -> str | None:
-        """None where ranks can share memory, else the reason why not."""
+        """The reason why ranks cannot share memory on this system, None where they can."""
         if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
             return "shared memory without a name (memfd) exists on Linux only"
         return None
@@ -123,6 +125,7 @@ class NodeMemory:
     def tensor(self, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of the memory as a tensor; it keeps the memory alive."""
         count = torch.Size(shape).numel()
+        # frombuffer refuses an empty view. All other tensors hold the mapping, which is undone with the last of them.
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
@@ -132,21 +135,23 @@ class NodeMemory:
         count = int(np.prod(shape))
         return np.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).reshape(shape)
 
-    def wake(self) -> None:
-        """Lets all other ranks of the node return from ``listen``."""
+    def wake_peers(self) -> None:
+        """Lets ``wait_for_wake`` of all other ranks of the node return."""
         for peer in self._peers.values():
-            # A full socket holds bytes that will wake the peer; a broken one is found by ``listen``; and who closes
-            # them has said why.
+            # A full socket holds bytes that will wake the peer; a broken one is found by `wait_for_wake`; one that
+            # this rank has closed was closed with an error that says why.
             with contextlib.suppress(OSError):
                 peer.send(b"!")
 
-    def ring(self) -> None:
-        """Lets this rank's own ``listen`` return."""
+    def wake_self(self) -> None:
+        """Lets this rank's own ``wait_for_wake`` return, in another thread."""
         with contextlib.suppress(OSError):
             self._bell.send(b"!")
 
-    def listen(self, seconds: float) -> None:
-        """Blocks until another rank calls ``wake``, this one calls ``ring``, a rank ends, or time is over."""
+    def wait_for_wake(self, seconds: float) -> None:
+        """Blocks until another rank calls ``wake_peers``, this one ``wake_self``, a rank ends, or time is over."""
+        # All bytes at once: they only say that something has changed, and the table in memory says what. A byte that
+        # comes after this read wakes the next call, so no change is missed.
         for descriptor, _ in self._poll.poll(seconds * 1000):
             rank = self._rank_of.get(descriptor)
             source = self._hears if rank is None else self._peers[rank]
@@ -155,6 +160,8 @@ class NodeMemory:
                     heard = source.recv(4096)
                 except ConnectionResetError:
                     heard = b""
+                # The end of a stream: the process has ended, or closed its side after an error. It would be reported
+                # in every poll from now on.
                 if not heard:
                     self._poll.unregister(descriptor)
                     self.gone.add(rank)
@@ -165,12 +172,15 @@ class NodeMemory:
             end.close()
 
 
-#: Those of this process.
+#: The memories of this process that are in use.
 _memories: weakref.WeakSet[NodeMemory] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked process (a worker of a loader) must not keep the connections of a rank open that has ended."""
+    """Closes a rank's connections in a process that it has forked (a worker of a loader).
+
+    The child's copies would keep them open after the rank has ended, and its peers would not notice that end.
+    """
     for memory in list(_memories):
         memory.close()
 
@@ -203,6 +213,8 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
             descriptor = os.memfd_create("lshdp", os.MFD_CLOEXEC)
             # Taken now: a machine without memory says so here, and not by a signal in the middle of training.
             os.posix_fallocate(descriptor, 0, max(count, 1))
+        # Each rank connects to those before it and accepts those after it, so each pair has one connection. A connect
+        # succeeds before the other side accepts: all listen by now, as they have exchanged their addresses.
         for other in range(local_rank):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peers[other] = peer
@@ -215,6 +227,7 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             peer, _ = listener.accept()
             peer.settimeout(max(0.1, deadline - time.monotonic()))
+            # Any user on the machine can reach an abstract address, and would get the memory's descriptor.
             if _user_of(peer) != os.getuid():
                 peer.close()
                 continue
@@ -228,6 +241,7 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
             peer.close()
         raise NodeMemoryError(f"{type(error).__name__}: {error}") from error
     finally:
+        # The mapping keeps the memory; without the descriptor nobody can map it again.
         if descriptor >= 0:
             os.close(descriptor)
     return NodeMemory(memory, peers, local_rank)

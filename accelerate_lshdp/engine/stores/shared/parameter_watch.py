@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Notices that somebody other than the optimizer changes parameters that the ranks of a node share.
+"""Detects changes of parameters that the ranks of a node share by anything but their optimizer.
 
 In a run of separate copies a script may change them on one rank (average weights for an evaluation on the main
 process) or on all (clipping, a momentum encoder). On shared ones every rank would see the first while it computes, and
@@ -21,14 +21,14 @@ _SAMPLES = 8
 
 
 class ParameterWatch:
-    """Compares parameters with how they were noted: where they are, torch's counters of changes, and some values.
+    """Compares parameters with their noted state: their addresses, torch's counters of changes, and some values.
 
     Counters tell of every change by this rank, except through ``.data``; values of that and of other ranks' changes,
     if they meet one of a few numbers spread over the parameter.
 
     Args:
         parameters: trainable and frozen ones, in shared memory.
-        words: all of that memory.
+        words: all of that memory, as int32.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], words: torch.Tensor) -> None:
@@ -41,16 +41,16 @@ class ParameterWatch:
         self.note()
 
     def note(self) -> None:
-        """Takes the parameters as they are."""
+        """Notes the state of the parameters as they are now."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._values = self._words[self._places]
 
     def forget(self) -> None:
-        """Takes them as they will be at the next check."""
+        """Makes the next check note the state that it finds, as other ranks may still be changing parameters now."""
         self._values = None
 
     def check(self) -> None:
-        """Compares.
+        """Compares the parameters with their noted state.
 
         Raises:
             RuntimeError: a parameter was changed or moved.
@@ -64,6 +64,7 @@ class ParameterWatch:
         if self._values is None:
             self.note()
             return
+        # As integers: NaN, which differs from itself, is no change; and 0.0 and -0.0 are different bits.
         changed = [parameter._version for parameter in self._parameters] != self._versions
         if changed or not torch.equal(self._words[self._places], self._values):
             raise RuntimeError(self._message())
@@ -83,7 +84,7 @@ class ParameterWatch:
 
 
 def _places(parameters: Sequence[nn.Parameter], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which words to look at, and whose they are: spread evenly over each parameter."""
+    """Indices of the words to compare, spread evenly over each parameter, and the parameter's index for each word."""
     places, owners = [], []
     for index, parameter in enumerate(parameters):
         count = parameter.numel() * parameter.dtype.itemsize // words.dtype.itemsize

@@ -5,6 +5,9 @@ The gradient of a bucket exists once a node. Rank 0 writes its part, rank 1 adds
 order, so that a run gives the same bits every time. One rank of the node owns the bucket: when all have added, it sums
 the bucket with the owners on other nodes. A thread of each rank does this beside the backward (torch's kernels leave
 the interpreter to the others); what it has done, and what it may do, is in a small table in shared memory.
+
+Threads wait on a condition variable, ranks on sockets (`memory`): nothing here spins, because a spinning rank takes
+processor time from the ranks of its node that it waits for (where they share a quota, 1.36 s a step instead of 0.99).
 """
 
 from __future__ import annotations
@@ -14,66 +17,42 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from accelerate_lshdp.engine.stores.shared.keeping_step import KeepingStep
+from accelerate_lshdp.engine.stores.shared.backward_pacing import BackwardPacing
+from accelerate_lshdp.engine.stores.shared.bucket import Contribution, SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.stores.shared.table import MEETINGS, Meeting, NodeTable
-from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+from accelerate_lshdp.engine.stores.shared.table import BARRIER_PURPOSES, BarrierPurpose, NodeTable
+from accelerate_lshdp.engine.wire.reduction import PendingReduction
+from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 #: How long a thread sleeps when nobody wakes it; it wakes up to look at the clock only.
 _NAP_SECONDS = 1.0
-#: How many buckets a rank that keeps in step may be ahead of the others of its node.
+#: How many buckets a rank that is paced may be ahead of the last rank of its node.
 _LEAD = 1
-_TOGETHER = (
+_SAME_CALLS_HINT = (
     "All ranks of a node share its parameters, so they do the same with them together: load_state_dict, clipping and "
     "steps on all ranks or on none. For something of one rank alone, use a copy.deepcopy of the model"
 )
 
 
-@dataclass
-class SharedBucket:
-    """Some gradients of a node.
-
-    Attributes:
-        buffer: all of them, 1-D, in shared memory.
-        views: of each one.
-        owner: local rank that sums it between nodes and updates its parameters.
-        reduction: sums it between nodes; None on one node, and on ranks that do not own it.
-    """
-
-    buffer: torch.Tensor
-    views: list[torch.Tensor]
-    owner: int
-    reduction: GradientReduction | None
-
-
-@dataclass
-class _Contribution:
-    """This rank's part of a bucket in one backward."""
-
-    backward: int
-    index: int
-    gradients: list[torch.Tensor | None]
-    fresh: list[bool]  # whether a gradient takes the place of what is there, for the first rank
-    synchronise: bool
-
-
 class NodeReduction:
-    """The thread and the calls of the training loop.
+    """Sums the buckets of a model over the ranks of its node, in a thread, and between nodes.
+
+    Calls come from the training loop's thread. One condition (``_changed``) guards what both threads use: the queue,
+    the owned buckets, the pending reductions and the flags.
 
     Args:
         memory: of the node.
-        table: mapped.
+        table: of the node, already mapped.
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        in_step: whether this rank is to keep in step with the others of its node (`keeping_step`).
+        should_pace: tells whether this rank should wait for slower ranks of its node (`backward_pacing`).
     """
 
     def __init__(
@@ -83,11 +62,11 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        in_step: Callable[[], bool] = lambda: False,
+        should_pace: Callable[[], bool] = lambda: False,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
-        self._keeping_step = KeepingStep(in_step if memory.size > 1 else lambda: False)
+        self._pacing = BackwardPacing(should_pace if memory.size > 1 else lambda: False)
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -95,28 +74,31 @@ class NodeReduction:
         self._backward = 0
         self._barriers = 0
         self._collectives = 0
-        self._meeting: Meeting | None = None
-        self._parted: str | None = None  # why ranks no longer come to the same barriers
+        self._purpose: BarrierPurpose | None = None
+        self._barrier_error: str | None = None  # why ranks no longer come to the same barriers
         self._changed = threading.Condition()
-        self._queue: deque[_Contribution] = deque()
+        self._queue: deque[Contribution] = deque()
         self._owned: deque[int] = deque()  # owned buckets that wait for the other ranks of the node
         self._pending: dict[int, PendingReduction | None] = {}
         self._busy = self._closed = self._abandoned = False
         self._error: BaseException | None = None
         self._process = os.getpid()
+        # A daemon, as a rank that fails elsewhere must be able to exit; `close` joins it in the usual case.
         self._thread = threading.Thread(target=self._serve, name="lshdp-node", daemon=True)
         self._thread.start()
 
     # The training loop's calls
 
     def begin(self) -> None:
-        """A backward begins. From now on other ranks may write where this rank's last gradients are."""
+        """Begins a backward. From now on other ranks may write where this rank's last gradients are."""
+        # Not in `abandon`, where the error is on its way to the script. Here all ranks have come to train on.
         if self._abandoned:
             self._finish_abandoned()
         self._backward += 1
+        # The first rank may start each sum anew when all ranks have published this: they have read the last one.
         self._publish(self._table.entered, self._rank, self._backward)
-        self._memory.ring()
-        self._keeping_step.begin()
+        self._memory.wake_self()
+        self._pacing.begin()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
@@ -127,13 +109,15 @@ class NodeReduction:
             fresh: for each, whether the sum starts anew, or goes on from earlier backwards.
             synchronise: whether the sum is to go between nodes after this.
         """
+        # The order of this queue is the order of collectives between nodes: the model delivers in the order of
+        # indices.
         with self._changed:
-            self._queue.append(_Contribution(self._backward, index, gradients, fresh, synchronise))
+            self._queue.append(Contribution(self._backward, index, gradients, fresh, synchronise))
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
-        self._memory.ring()
+        self._memory.wake_self()
 
-    def keep_step(self, index: int) -> None:
+    def pace(self, index: int) -> None:
         """Waits a moment if this rank, which has handed in a bucket, is too far ahead of the others of its node.
 
         Args:
@@ -141,15 +125,17 @@ class NodeReduction:
         """
         table, behind = self._table, index - _LEAD
         # A rank that has not begun its backward may be busy with something else for long.
-        if behind < 0 or not self._keeping_step.patience or not (table.entered >= self._backward).all():
+        if behind < 0 or not self._pacing.patience or not (table.entered >= self._backward).all():
             return
+        # Between autograd's kernels, in the thread of the backward: no gradient is computed meanwhile, which gives the
+        # processors to the slower ranks. An error is left to `finish`, which all ranks come to.
         begun = now = time.monotonic()
-        ends = begun + self._keeping_step.patience
+        ends = begun + self._pacing.patience
         with self.clock.waiting(), self._changed:
             while table.added[-1, behind] < self._backward and now < ends and self._problem("", late=False) is None:
                 self._changed.wait(timeout=min(_NAP_SECONDS, ends - now))
                 now = time.monotonic()
-        self._keeping_step.waited(now - begun, in_vain=now >= ends)
+        self._pacing.waited(now - begun, timed_out=now >= ends)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -163,6 +149,7 @@ class NodeReduction:
         """
         table, backward = self._table, self._backward
         with self.clock.waiting():
+            # The thread reads autograd's tensors until then; afterwards .grad is the place of the sum.
             self._wait(lambda: not self._queue and not self._busy, "add its gradients")
             if not synchronise:
                 return
@@ -172,21 +159,24 @@ class NodeReduction:
                     pending = self._pending.pop(index)
                     if pending is not None:
                         pending.wait()
+                    # Before it is published: other ranks of the node read the bucket as soon as they see that.
                     complete(index)
                     self._publish(table.final, index, backward)
             self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
-        self._keeping_step.finish()
+        self._pacing.finish()
 
     def abandon(self) -> None:
-        """Gives up a backward that failed, on this rank at least; the others of the node wait for it no longer.
+        """Gives up a backward that failed on this rank; other ranks of the node stop waiting for this one.
 
         What was handed in still goes its way: if the backward failed on all ranks at the same place, they have handed
-        in the same buckets, and the reductions of later backwards keep finding their partners.
+        in the same buckets, and the reductions of later backwards keep finding their partners on other nodes.
         """
+        # Published at once, so that ranks of the node that did not fail raise this rank's error, and not a time-out.
         self._abandoned = True
         self._publish(self._table.failed, self._rank, self._backward)
 
     def _finish_abandoned(self) -> None:
+        """Waits until nothing of a backward that failed works on the buckets any more."""
         with self.clock.waiting():
             self._wait(
                 lambda: not (self._queue or self._owned or self._busy), "finish their part of a backward that failed"
@@ -198,37 +188,44 @@ class NodeReduction:
         self._abandoned = False
 
     def collective_begins(self) -> None:
-        """This rank calls something in which all ranks of the world take part: it comes to no barrier before that."""
+        """Takes note that this rank calls a collective of the world: it comes to no barrier before that ends."""
+        # A rank that waits at a barrier for this one, and is awaited in the collective, can say so instead of hanging.
         self._collectives += 1
         self._publish(self._table.collectives, self._rank, self._collectives)
 
-    def barrier(self, meeting: Meeting) -> None:
+    def barrier(self, purpose: BarrierPurpose) -> None:
         """Waits until all ranks of the node have come here.
 
         Args:
-            meeting: what for.
+            purpose: what for.
 
         Raises:
             RuntimeError: another rank has gone, came for something else, or waits for this one elsewhere.
         """
-        if self._parted is not None:
-            raise RuntimeError(self._parted)
+        if self._barrier_error is not None:
+            raise RuntimeError(self._barrier_error)
+        # Two rows in turn: a fast rank may write its purpose of the next barrier while a slow one still reads this
+        # one. It cannot be two barriers ahead, as each waits for all.
         self._barriers += 1
-        meetings = self._table.meetings[self._barriers % 2]
-        meetings[self._rank] = MEETINGS.index(meeting)
-        self._meeting = meeting
+        purposes = self._table.purposes[self._barriers % 2]
+        purposes[self._rank] = BARRIER_PURPOSES.index(purpose)
+        self._purpose = purpose
         self._publish(self._table.arrived, self._rank, self._barriers)
         try:
             with self.clock.waiting():
-                self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), f"come to {meeting.value}")
-            if len(set(meetings.tolist())) > 1:
-                came = (f"local rank {rank} to {MEETINGS[i].value}" for rank, i in enumerate(meetings.tolist()))
-                raise RuntimeError(f"the ranks of this node do different things: {', '.join(came)}. {_TOGETHER}")
+                self._wait(lambda: bool((self._table.arrived >= self._barriers).all()), f"come to {purpose.value}")
+            if len(set(purposes.tolist())) > 1:
+                came = (
+                    f"local rank {rank} to {BARRIER_PURPOSES[i].value}" for rank, i in enumerate(purposes.tolist())
+                )
+                raise RuntimeError(
+                    f"the ranks of this node do different things: {', '.join(came)}. {_SAME_CALLS_HINT}"
+                )
         except RuntimeError as error:
-            self._parted = str(error)
+            self._barrier_error = str(error)
             raise
         finally:
-            self._meeting = None
+            self._purpose = None
 
     def exchange(self, numbers: dict[int, float]) -> np.ndarray:
         """Posts numbers, each place by one rank of the node, and returns those of all ranks.
@@ -239,10 +236,11 @@ class NodeReduction:
         Returns:
             Shape (numbers of the table,); places that nobody posted to hold what they held.
         """
+        # The row of the barrier below: that barrier's fences order these writes before what other ranks read after it.
         row = self._table.posted[(self._barriers + 1) % 2]
         for place, value in numbers.items():
             row[place] = value
-        self.barrier(Meeting.CLIPPING)
+        self.barrier(BarrierPurpose.CLIPPING)
         return row.copy()
 
     def close(self) -> None:
@@ -251,11 +249,13 @@ class NodeReduction:
             return  # a copy in a forked process, which has no thread but may have its lock
         with self._changed:
             self._closed = True
+        # The last reference to a model may be dropped in the thread, which cannot wait for its own end.
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._memory.ring()
+            self._memory.wake_self()
             self._thread.join()
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
+        """Waits until ``done``; raises what `_problem` finds before. The node's thread wakes it at every change."""
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
@@ -268,12 +268,13 @@ class NodeReduction:
         self._fence()
 
     def _problem(self, what: str, late: bool) -> str | None:
-        """Why there is nothing to wait for any more; None: there is."""
+        """The reason why waiting any longer is of no use; None while it is."""
         if self._error is not None:
             return f"summing gradients on this node failed: {self._error}"
-        if (elsewhere := self._elsewhere()) is not None:
-            return f"{elsewhere}, while this one waited for it to {what}. {_TOGETHER}"
+        if (elsewhere := self._find_rank_elsewhere()) is not None:
+            return f"{elsewhere}, while this one waited for it to {what}. {_SAME_CALLS_HINT}"
         failed = self._table.failed >= self._backward
+        # Where the own backward has failed, too, its ranks go on together in the next one.
         if failed.any() and not failed[self._rank]:
             return (
                 f"the backward of local rank {int(failed.argmax())} of this node failed, while others waited for it "
@@ -290,16 +291,16 @@ class NodeReduction:
             )
         return None
 
-    def _elsewhere(self) -> str | None:
-        """Which rank waits for this one in another place, where it will not come before that one has come here."""
+    def _find_rank_elsewhere(self) -> str | None:
+        """Describes a rank that waits for this one at another call, so that neither would ever go on, or None."""
         table = self._table
         # What a rank does later is read first: if it was here before that, this is seen, too.
-        if self._meeting is None:
+        if self._purpose is None:
             ahead = table.arrived > self._barriers
             self._fence()
             for rank in np.flatnonzero(ahead & (table.entered < self._backward)):
-                meeting = MEETINGS[table.meetings[table.arrived[rank] % 2, rank]]
-                return f"local rank {rank} of this node has come to {meeting.value}"
+                purpose = BARRIER_PURPOSES[table.purposes[table.arrived[rank] % 2, rank]]
+                return f"local rank {rank} of this node has come to {purpose.value}"
             return None
         trains, gathers = table.entered > self._backward, table.collectives > self._collectives
         self._fence()
@@ -310,15 +311,17 @@ class NodeReduction:
         return None
 
     def _publish(self, numbers: np.ndarray, place: tuple[int, ...] | int, value: int) -> None:
-        """Tells the other ranks by a number in the table."""
+        """Writes a number to the table and wakes the other ranks."""
+        # What the number announces (sums in the bucket) has to be seen before the number itself.
         self._fence()
         numbers[place] = value
-        self._memory.wake()
+        self._memory.wake_peers()
 
     def _fence(self) -> None:
-        """What this thread has read and written is in order before what follows; for processors that reorder.
+        """Memory fence: orders what this thread has read and written before what follows, on processors that reorder.
 
-        Python has no call for it, but giving back a lock and taking it orders the two.
+        Python has no call for it. Releasing a lock (no access before it moves behind it) and acquiring it again (no
+        access behind it moves before it) together order both ways; so the lock is taken twice.
         """
         for _ in range(2):
             with self._changed:
@@ -330,8 +333,9 @@ class NodeReduction:
     def _serve(self) -> None:
         try:
             while not self._closed:
+                # All that can be done now, then sleep: a wake-up that comes in between is kept in the socket.
                 if not self._advance():
-                    self._memory.listen(_NAP_SECONDS)
+                    self._memory.wait_for_wake(_NAP_SECONDS)
                     with self._changed:
                         self._changed.notify_all()
         except BaseException as error:
@@ -339,7 +343,7 @@ class NodeReduction:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            # The others see that this rank takes part no more.
+            # The closed sockets show the others that this rank takes part no more, also where the process lives on.
             self._memory.close()
 
     def _advance(self) -> bool:
@@ -350,7 +354,9 @@ class NodeReduction:
             self._busy = contribution is not None or owned is not None
         if not self._busy:
             return False
+        # The table has said that others are done; this orders the reads of their sums after it.
         self._fence()
+        # Outside of the lock: the backward hands in more meanwhile. `_busy` tells `finish` that it is not over yet.
         if owned is not None:  # before adding more: the network should not wait
             self._start(owned)
         else:
@@ -360,7 +366,7 @@ class NodeReduction:
             self._changed.notify_all()
         return True
 
-    def _may_add(self, contribution: _Contribution) -> bool:
+    def _may_add(self, contribution: Contribution) -> bool:
         table = self._table
         if self._rank > 0:
             return table.added[self._rank - 1, contribution.index] >= contribution.backward
@@ -370,7 +376,7 @@ class NodeReduction:
     def _is_added(self, index: int) -> bool:
         return self._table.added[-1, index] >= self._backward
 
-    def _add(self, contribution: _Contribution) -> None:
+    def _add(self, contribution: Contribution) -> None:
         views = self._buckets[contribution.index].views
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         summed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -383,19 +389,25 @@ class NodeReduction:
             into, of = copied if first else summed
             into.append(view)
             of.append(gradient)
-        if copied[0]:
-            torch._foreach_copy_(*copied)
-        if summed[0]:
-            torch._foreach_add_(*summed)
+        # One call for all tensors of a bucket, which leaves the interpreter to the backward for as long.
+        with label("node_reduce"):
+            if copied[0]:
+                torch._foreach_copy_(*copied)
+            if summed[0]:
+                torch._foreach_add_(*summed)
+        # `_busy` keeps `finish` waiting until this is published, too.
         with self._changed:
             self._queue.popleft()
         self._publish(self._table.added, (self._rank, contribution.index), contribution.backward)
 
     def _start(self, index: int) -> None:
+        # By this thread alone, in the order of `_owned`: so the owners on all nodes start the same buckets in the same
+        # order. The training loop only waits for them.
         bucket = self._buckets[index]
         pending = None
         if bucket.reduction is not None:
-            pending = bucket.reduction.start(bucket.buffer, index, [view.shape for view in bucket.views])
+            with label("all_reduce"):
+                pending = bucket.reduction.start(bucket.buffer, index, [view.shape for view in bucket.views])
         with self._changed:
             self._owned.popleft()
             self._pending[index] = pending

@@ -12,8 +12,7 @@ parameters one by one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,46 +20,21 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.engine.loading import follow_loading
-from accelerate_lshdp.engine.module_state import would_stay
+from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.stores.shared.bucket import SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch
-from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction, SharedBucket
-from accelerate_lshdp.engine.stores.shared.table import Meeting, NodeTable
+from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.cpu_binding import one_rank_can_use_the_node
 from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
-
-
-@dataclass(frozen=True, slots=True)
-class NodeOwnership:
-    """Which rank of the node updates a parameter.
-
-    Attributes:
-        index: of the parameter among the trainable ones.
-        owner: its global rank.
-        owned: whether that is this rank.
-        group: the ranks of this node.
-        reduction: connects the ranks of the node.
-    """
-
-    index: int
-    owner: int
-    owned: bool
-    group: dist.ProcessGroup
-    reduction: NodeReduction
-
-    @staticmethod
-    def of(parameter: torch.Tensor) -> NodeOwnership | None:
-        """None for a parameter that every rank updates itself."""
-        return getattr(parameter, "_lshdp_node_ownership", None)
-
-    def __reduce__(self) -> tuple:
-        """A pickled parameter is nobody's: it is read as None, without this package."""
-        return type(None), ()
 
 
 class NodeSharedModel(PreparedModel):
@@ -73,8 +47,8 @@ class NodeSharedModel(PreparedModel):
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and the partners.
-        partners: nodes that sum a bucket.
+        bucket_bytes: bytes of a bucket of gradients; None: chosen from the model's size and ``reducing_ranks``.
+        reducing_ranks: number of ranks, one a node, that sum a bucket between nodes.
         timeout_seconds: how long to wait for another rank of the node.
 
     Raises:
@@ -90,12 +64,12 @@ class NodeSharedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
-        partners: int,
+        reducing_ranks: int,
         timeout_seconds: float,
     ) -> None:
         super().__init__(module, clock)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._layout = fill_buckets(self._parameters, bucket_bytes, partners)
+        self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._fresh = [True] * len(self._parameters)
@@ -122,6 +96,8 @@ class NodeSharedModel(PreparedModel):
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
         timeout_seconds: float,
     ) -> None:
+        # One mapping for everything: parameters, then gradients, then the table. All ranks of the node compute the
+        # same places from the same model, so no addresses have to be exchanged.
         layout = Layout()
         everything = list(self.module.parameters())  # frozen ones, too: each exists once a node
         places = [layout.place(p.numel() * p.dtype.itemsize) for p in everything]
@@ -137,7 +113,9 @@ class NodeSharedModel(PreparedModel):
             if topology.local_rank == 0:
                 for parameter, view in zip(everything, views, strict=True):
                     view.copy_(parameter)
+        # The first rank has filled the memory before others compute with it; until then it holds zeros.
         dist.barrier()
+        # `.data` instead of new parameters: the script's optimizer and tied modules hold these objects.
         for parameter, view in zip(everything, views, strict=True):
             parameter.data = view
         self._watch = ParameterWatch(everything, memory.tensor(0, (parameter_bytes // 4,), torch.int32))
@@ -163,8 +141,9 @@ class NodeSharedModel(PreparedModel):
             for index, view in zip(indices, bucket.views, strict=True)
         }
         self._reduction = NodeReduction(
-            memory, table, buckets, self.clock, timeout_seconds, in_step=one_rank_can_use_the_node
+            memory, table, buckets, self.clock, timeout_seconds, should_pace=one_rank_can_use_the_node
         )
+        # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         node_ranks = topology.node_groups[topology.node]
         for index, parameter in enumerate(self._parameters):
@@ -177,7 +156,7 @@ class NodeSharedModel(PreparedModel):
         return NodeOwnership.of(self._parameters[index]).owned
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
-        reference = weakref.ref(self)
+        reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
 
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             prepared = reference()
@@ -194,9 +173,9 @@ class NodeSharedModel(PreparedModel):
         if not torch.compiler.is_compiling():  # traced: the next backward checks
             self._watch.check()
 
-    def keeps(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         # torch copies even where nothing changes ("cpu" to "cpu:0"), out of the memory that the ranks share.
-        return would_stay(convert, self.module, torch.device("cpu"))
+        return is_noop_conversion(convert, self.module, torch.device("cpu"))
 
     # One backward
 
@@ -225,11 +204,13 @@ class NodeSharedModel(PreparedModel):
             if gradient is not None and self._fresh[index] and self._owns(index):
                 # Final already, or the user's own: it must not be summed again.
                 self._earlier[index] = gradient.clone() if in_place else gradient
+            # Autograd makes tensors of its own then, which the thread adds; it never writes to the shared ones.
             self._parameters[index].grad = None
+        # Last: once all ranks have come here, the first one may overwrite the shared gradients that were cloned above.
         self._reduction.begin()
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """Takes a gradient that autograd has produced; hands its bucket in when that was the last one of it."""
+        """Takes a gradient that autograd has produced, and hands in its bucket if that was the last one missing."""
         number = self._bucket_of[index]
         if number in self._delivered:
             raise RuntimeError(
@@ -239,6 +220,7 @@ class NodeSharedModel(PreparedModel):
             )
         known = self._gradients[index]
         self._gradients[index] = parameter.grad if known is None else known.add_(parameter.grad)
+        # So that autograd does not add to a tensor that the thread may be reading by now.
         parameter.grad = None
         self._filled[number].add(index)
         self._deliver_in_order()
@@ -251,18 +233,20 @@ class NodeSharedModel(PreparedModel):
             if not all_of_them and len(self._filled[number]) < len(indices):
                 return
             self._delivered.add(number)
+            # From here on they belong to the thread, and are freed when it has added them.
             gradients = [self._gradients[index] for index in indices]
             for index in indices:
                 self._gradients[index] = None
             self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
             if self._synchronise and not all_of_them:
-                self._reduction.keep_step(number)
+                self._reduction.pace(number)
 
     def deliver_backward(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
 
     def finish_backward(self) -> None:
         self.in_backward = False
+        # Owners add their earlier gradients when the sum over all nodes is there, before others may read the bucket.
         self._reduction.finish(self._synchronise, self._add_earlier)
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -305,6 +289,8 @@ class NodeSharedModel(PreparedModel):
     def before_step(self) -> None:
         """Waits until all ranks of the node are about to update their parameters (collective over the node)."""
         super().before_step()
+        # Counters of torch tell of in-place changes through .grad; clipping by the accelerator goes through .data,
+        # which they do not count.
         for index, version in self._versions.items():
             found = self._parameters[index].grad
             in_place = found is not None and found.data_ptr() == self._views[index].data_ptr()
@@ -317,11 +303,14 @@ class NodeSharedModel(PreparedModel):
                 )
         self._watch.check()
         # Until here ranks may compute with the parameters as they were.
-        self._reduction.barrier(Meeting.STEP_BEGINS)
+        with label("before_optimizer_step"):
+            self._reduction.barrier(BarrierPurpose.STEP_BEGINS)
 
     def after_step(self) -> None:
         """Waits until all ranks of the node have updated their parameters (collective over the node)."""
-        self._reduction.barrier(Meeting.STEP_ENDS)
+        # The next forward reads what all ranks have updated; and what they have updated is noted, not half of it.
+        with label("after_optimizer_step"):
+            self._reduction.barrier(BarrierPurpose.STEP_ENDS)
         self._watch.note()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
@@ -329,61 +318,10 @@ class NodeSharedModel(PreparedModel):
 
         Until then others may compute with the parameters as they are, or read them.
         """
-        self._reduction.barrier(Meeting.LOADING)
+        self._reduction.barrier(BarrierPurpose.LOADING)
 
     def parameters_loaded(self) -> None:
         self._watch.forget()
 
     def collective_begins(self) -> None:
         self._reduction.collective_begins()
-
-
-def hide_what_others_update(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Takes the gradients of parameters that another rank of the node updates away, so that the optimizer skips them.
-
-    Returns:
-        What to give back after the step.
-    """
-    hidden = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            ownership = NodeOwnership.of(parameter)
-            if ownership is not None and not ownership.owned and parameter.grad is not None:
-                hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-    return hidden
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, new: Iterable[torch.Tensor]) -> str | None:
-    """What to tell about an optimizer that is to update parameters of a node part by part, or None.
-
-    Args:
-        optimizer: may have been checked before; since then each rank has made state of the parameters it updates.
-        new: parameters that it was not checked with.
-
-    Raises:
-        ValueError: it treats all parameters as one, or has already stepped.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shared = [parameter for parameter in parameters if NodeOwnership.of(parameter) is not None]
-    if not shared:
-        return None
-    unchecked = {id(parameter) for parameter in new}
-    states = [optimizer.state[p] for p in shared if id(p) in unchecked and p in optimizer.state]
-    if any(state and state.get("step") != 0 for state in states):  # some have a state from the beginning
-        raise ValueError(
-            "the optimizer has already stepped (it holds state of parameters that another rank will update); call "
-            "prepare() before the first step, and load_state() after it to continue a run"
-        )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"{name} treats all parameters as one vector, but each rank of a node updates some of them only; use "
-            "another optimizer, or strategy ddp"
-        )
-    if not type(optimizer).__module__.startswith(("torch.optim", "transformers.")):
-        return (
-            f"each rank of a node updates some of the parameters: {name} has to treat them one by one. One that "
-            f"takes norms or sums over all of them needs strategy ddp or {option_advice('intra_node', 'collectives')}"
-        )
-    return None

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What the ranks of a node tell each other by numbers in shared memory."""
+"""The table in shared memory in which each rank of a node publishes how far it has come."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 
 
-class Meeting(Enum):
-    """What the ranks of a node come together for; the value says so in messages."""
+class BarrierPurpose(Enum):
+    """The call for which the ranks of a node wait for each other; the value names it in messages."""
 
     STEP_BEGINS = "the optimizer's step"
     STEP_ENDS = "the end of the optimizer's step"
@@ -20,11 +20,15 @@ class Meeting(Enum):
 
 
 #: In the order of their numbers in the table.
-MEETINGS = list(Meeting)
+BARRIER_PURPOSES = list(BarrierPurpose)
 
 
 class NodeTable:
-    """What each rank of the node has done, in shared memory. Numbers are those of backwards, counted from 1.
+    """The progress of each rank of the node, in shared memory. Backwards are numbered from 1.
+
+    Every place has one rank that writes it, and counters only grow: so readers need no lock, and see an older state at
+    worst. Numbers are 8 bytes, aligned, which processors write as a whole. Neither numpy nor Python orders these
+    writes for other processors: ``NodeReduction`` does, around each of them.
 
     Attributes:
         entered: the backward that each rank has begun, shape (ranks,).
@@ -32,8 +36,8 @@ class NodeTable:
         final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
         failed: the last backward of each rank that failed, shape (ranks,).
         arrived: how many barriers each rank has come to, shape (ranks,).
-        meetings: which ``Meeting`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
-        collectives: how many calls for all ranks of the world each rank has made, shape (ranks,).
+        purposes: which ``BarrierPurpose`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
+        collectives: how many collectives of the world each rank has made, shape (ranks,).
         posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
             is written.
     """
@@ -41,13 +45,13 @@ class NodeTable:
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
         one_a_rank = ("entered", "failed", "arrived", "collectives")
         self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
-        self._shapes["meetings"] = (2, ranks)
+        self._shapes["purposes"] = (2, ranks)
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
         self._numbers = numbers
         self._posted_place = layout.place(16 * numbers)
 
     def map(self, memory: NodeMemory) -> None:
-        """Finds its place in the memory that was made from the layout."""
+        """Maps the table's arrays into the memory that was made from the layout."""
         for name, shape in self._shapes.items():
             setattr(self, name, memory.array(self._places[name], shape, np.int64))
         self.posted = memory.array(self._posted_place, (2, self._numbers), np.float64)

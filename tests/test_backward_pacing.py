@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate_lshdp.engine.stores.shared.keeping_step import KeepingStep
+from accelerate_lshdp.engine.stores.shared.backward_pacing import BackwardPacing
 from accelerate_lshdp.profiling.emulation import Slowdown
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -23,19 +23,21 @@ def time() -> Time:
     return Time()
 
 
-def backward(keeping: KeepingStep, time: Time, seconds: float, waits: float = 0.0, in_vain: bool = False) -> float:
+def backward(
+    keeping: BackwardPacing, time: Time, seconds: float, waits: float = 0.0, timed_out: bool = False
+) -> float:
     """The patience at its beginning."""
     keeping.begin()
     patience = keeping.patience
     if waits:
-        keeping.waited(waits, in_vain)
+        keeping.waited(waits, timed_out)
     time.now += seconds
     keeping.finish()
     return patience
 
 
 def test_patience_is_a_second_and_what_the_last_backward_took_and_is_used_up(time):
-    keeping = KeepingStep(lambda: True, time)
+    keeping = BackwardPacing(lambda: True, time)
     assert backward(keeping, time, 3.0) == 1.0
     keeping.begin()
     assert keeping.patience == 4.0
@@ -47,17 +49,17 @@ def test_patience_is_a_second_and_what_the_last_backward_took_and_is_used_up(tim
 
 def test_shares_of_processors_are_looked_at_again_after_five_seconds(time):
     answers = iter([False, True, False])
-    keeping = KeepingStep(lambda: next(answers), time)
+    keeping = BackwardPacing(lambda: next(answers), time)
     assert [backward(keeping, time, 2.0) for _ in range(9)] == [0.0] * 3 + [3.0] * 3 + [0.0] * 3
 
 
 def test_after_three_backwards_in_vain_in_a_row_it_waits_no_more(time):
-    keeping = KeepingStep(lambda: True, time)
+    keeping = BackwardPacing(lambda: True, time)
     for _ in range(2):
-        assert backward(keeping, time, 1.0, waits=1.0, in_vain=True) > 0
+        assert backward(keeping, time, 1.0, waits=1.0, timed_out=True) > 0
     assert backward(keeping, time, 1.0, waits=0.5) > 0
     for _ in range(3):
-        assert backward(keeping, time, 1.0, waits=1.0, in_vain=True) > 0
+        assert backward(keeping, time, 1.0, waits=1.0, timed_out=True) > 0
     assert backward(keeping, time, 1.0) == 0.0
 
 
