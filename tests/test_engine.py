@@ -235,7 +235,7 @@ class Slow:
 
 def test_a_backward_that_was_given_up_does_not_write_into_the_next_one():
     model = nn.Linear(3, 2)
-    prepared = ReplicatedModel(model, Slow(), WaitClock(), bucket_bytes=None, partners=2)
+    prepared = ReplicatedModel(model, Slow(), WaitClock(), bucket_bytes=None, ranks_per_reduction=2)
     prepared.begin_backward(True)
     model(torch.ones(1, 3)).sum().backward()
     prepared.abandon_backward()

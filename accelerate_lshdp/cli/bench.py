@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from accelerate_lshdp.benchmarking.results import run_benchmark
     from accelerate_lshdp.comparing.report import missing_library, print_results, write_report
-    from accelerate_lshdp.documents.atomic_files import write_whole
+    from accelerate_lshdp.documents.atomic_files import write_atomically
 
     missing = missing_library()
     if missing is not None:
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = shlex.join([*words, *(["--in-process"] if arguments.in_process else [])])
     results = run_benchmark(config, in_process=arguments.in_process, command=command, say=say)
     path = arguments.output_dir / RESULTS_FILE
-    write_whole(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
     written = [path, *write_report(results, arguments.output_dir)]
     print_results(results)
     print(f"wrote {', '.join(map(str, written))}")

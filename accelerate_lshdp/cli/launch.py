@@ -26,7 +26,7 @@ from accelerate_lshdp.cli.config import (
     render_node,
 )
 from accelerate_lshdp.cli.launch_config import read_launch_config
-from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, waits_told
+from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         _set_environment(arguments, plan, config)
         _say(config, arguments)
         if config.num_machines > 1:
-            stack.enter_context(waits_told(_meeting(plan, config, arguments), has_started_ranks))
+            stack.enter_context(report_waiting(_meeting(plan, config, arguments), has_started_ranks))
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
             ["--config_file", str(understood), *overrides, *shim, arguments.script, *arguments.script_args]

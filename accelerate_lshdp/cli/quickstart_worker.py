@@ -24,7 +24,7 @@ from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.cli.progress import progress
 from accelerate_lshdp.cli.quickstart import SLOWED_RANK
 from accelerate_lshdp.cli.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total
 from accelerate_lshdp.planning.proofs.plan import verify_plan
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subject, profile_ranks
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         plan.save(arguments.output_dir / "lshdp_plan.json")
         text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-        write_whole(arguments.output_dir / "results.json", text)
+        write_atomically(arguments.output_dir / "results.json", text)
 
 
 def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:

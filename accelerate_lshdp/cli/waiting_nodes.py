@@ -86,7 +86,7 @@ class Meeting:
 
 
 @contextmanager
-def waits_told(
+def report_waiting(
     meeting: Meeting, is_over: Callable[[], bool], *, every: float = EVERY_SECONDS, stream: TextIO | None = None
 ) -> Iterator[None]:
     """In the block, a line on stderr for every ``every`` seconds of waiting, until ``is_over``."""

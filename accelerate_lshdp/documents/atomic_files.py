@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Writes a text file (UTF-8). Whatever happens, ``path`` holds the old file or the whole new one.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
@@ -17,7 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
+from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
 from accelerate_lshdp.documents.plan_sections import (
     DEAD_BAND,
     POWERSGD_RANK,
@@ -42,6 +42,7 @@ from accelerate_lshdp.documents.value_checks import (
     PlanError,
     describe,
     located,
+    plain_integer,
     require_choice,
     require_object,
     require_version,
@@ -107,41 +108,7 @@ class Plan:
                 raise PlanError(f"found {describe(value)}, expected an object. Write one, or leave it out.", path=name)
             require_json(value, name)
             object.__setattr__(self, name, deepcopy(value))
-        if self.batch is not None and self.cluster is not None:
-            ranks = sum(self.cluster.node_sizes)
-            if ranks != self.world_size:
-                raise PlanError(
-                    f"found {ranks} ranks on the nodes {self.cluster.node_sizes}, expected the {self.world_size} of"
-                    " batch.ranks. Correct one of the two.",
-                    path="cluster.nodes",
-                )
-
-        if self.batch is not None and self.automatic is not None:
-            self._check_start()
-        if self.communication.is_lossy and self.strategy.is_world_sharded:
-            raise PlanError(
-                f'found "{self.communication.dtype}" with strategy "{self.strategy}", expected "fp32" or "bf16": its'
-                " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
-                ' strategy "ddp", "group_sharding" or "lsdp".',
-                path="communication.dtype",
-            )
-
-    def _check_start(self) -> None:
-        """Checks that automatic batch sizes can start from `batch`."""
-        if self.batch.total != self.automatic.total:
-            found = "none" if self.automatic.total is None else self.automatic.total
-            raise PlanError(
-                f"found {found}, expected {self.batch.total}, the total of batch, which the run starts"
-                " with. Correct one of the two, or leave batch out.",
-                path="automatic.total",
-            )
-        counts = [entry.accumulation_steps for entry in self.batch.ranks]
-        if len(set(counts)) > 1:
-            raise PlanError(
-                f"found accumulation_steps {counts} together with automatic batch sizes, expected the same number on"
-                " every rank: sizes are re-balanced, numbers of micro-batches are not.",
-                path="batch.ranks",
-            )
+        check_sections_agree(self.strategy, self.communication, self.batch, self.cluster, self.automatic)
 
     @classmethod
     def from_batch_sizes(
@@ -172,7 +139,7 @@ class Plan:
                 pair = entry if isinstance(entry, (list, tuple)) else (entry, 1)
                 if len(pair) != 2:
                     raise PlanError(f"found {describe(entry)}, expected a size or (size, accumulation steps).")
-                ranks.append(RankBatch(rank, *(_plain_integer(number) for number in pair)))
+                ranks.append(RankBatch(rank, *(plain_integer(number) for number in pair)))
         with located("batch"):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
         with located("communication"):
@@ -216,7 +183,7 @@ class Plan:
             PlanError: a value is impossible.
         """
         with located("automatic"):
-            automatic = Automatic(_plain_integer(total_batch_size), rebalance_every, dead_band)
+            automatic = Automatic(plain_integer(total_batch_size), rebalance_every, dead_band)
         return replace(cls.equal(strategy=strategy, **communication), automatic=automatic)
 
     def with_batch(self, batch: Batch) -> Plan:
@@ -282,30 +249,14 @@ class Plan:
             PlanError: it does not fit.
         """
         with located(source=self.source):
-            if self.world_size not in (None, world_size):
-                raise PlanError(
-                    f"found batch sizes for {self.world_size} ranks, expected {world_size}, the processes of this run."
-                    f" Launch {self.world_size} processes, or make a plan for {world_size}.",
-                    path="batch.ranks",
-                )
-            if self.cluster is not None and self.cluster.node_sizes != list(node_sizes):
-                raise PlanError(
-                    f"found nodes of {self.cluster.node_sizes} ranks, expected {list(node_sizes)}, the nodes of this"
-                    " run. Launch as the plan says, or correct or remove its cluster.",
-                    path="cluster.nodes",
-                )
-            if self.batch is None:
-                return
-            for group in shard_groups:
-                counts = [self.batch.ranks[rank].accumulation_steps for rank in group]
-                if len(set(counts)) > 1:
-                    raise PlanError(
-                        f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
-                        f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks'
-                        " gather parameters, or add gradients, together). Make them equal, or use a strategy that"
-                        " does not shard across these ranks.",
-                        path="batch.ranks",
-                    )
+            check_fits_run(
+                self.strategy,
+                self.batch,
+                self.cluster,
+                world_size=world_size,
+                shard_groups=shard_groups,
+                node_sizes=node_sizes,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, in the layout of a plan file; parts that are not there are left out."""
@@ -378,7 +329,7 @@ class Plan:
             PlanError: the file cannot be written.
         """
         try:
-            write_whole(Path(path), self.to_json())
+            write_atomically(Path(path), self.to_json())
         except OSError as error:
             raise PlanError(
                 f"cannot write the plan ({error.strerror}). Give a file name in a writable directory.",
@@ -446,13 +397,3 @@ class Plan:
             cluster=self.cluster,
             predicted=self.predicted,
         )
-
-
-def _plain_integer(value: object) -> object:
-    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
-        return value

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.plan_sections import Cluster, Strategy, read_cluster
 from accelerate_lshdp.documents.profile_sections import (
@@ -217,7 +217,7 @@ class Profile:
             ProfileError: the file cannot be written.
         """
         try:
-            write_whole(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+            write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
         except OSError as error:
             raise ProfileError(
                 f"{os.fspath(path)}: cannot write the profile ({error.strerror}). Give a file name in a writable"

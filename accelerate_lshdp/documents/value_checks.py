@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -90,6 +91,16 @@ def nearest(word: object, choices: Iterable[str]) -> str:
         return ""
     close = difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def plain_integer(value: object) -> object:
+    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
+        return value
 
 
 def require_integer(value: object, path: str, *, least: int, most: int = LARGEST_BATCH) -> None:

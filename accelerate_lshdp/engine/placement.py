@@ -39,7 +39,8 @@ class Placement:
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
-        partners: ranks that sum a bucket between nodes in the run that this one stands for; None: those of this one.
+        ranks_per_reduction: ranks that sum a bucket between nodes in the run that this one stands for; None: those of
+            this one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Placement:
         prefetch: int,
         bucket_bytes: int | None,
         reduction: GradientReduction | None = None,
-        partners: int | None = None,
+        ranks_per_reduction: int | None = None,
     ) -> None:
         self.policies = policies
         self.topology = topology
@@ -68,7 +69,9 @@ class Placement:
             LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
         )
         self.reduction = reduction
-        self.partners = len(policies.replica_groups[0]) if partners is None else partners
+        self.ranks_per_reduction = (
+            len(policies.replica_groups[0]) if ranks_per_reduction is None else ranks_per_reduction
+        )
         self.groups = ProcessGroups()
         self._made: list[GradientReduction] = []
 
@@ -102,13 +105,17 @@ class Placement:
                 self._reduction_of,
                 self.clock,
                 bucket_bytes=self.bucket_bytes,
-                partners=self.partners,
+                ranks_per_reduction=self.ranks_per_reduction,
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
             return ReplicatedModel(
-                model, self._reduction(world), self.clock, bucket_bytes=self.bucket_bytes, partners=self.partners
+                model,
+                self._reduction(world),
+                self.clock,
+                bucket_bytes=self.bucket_bytes,
+                ranks_per_reduction=self.ranks_per_reduction,
             )
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)

@@ -12,10 +12,11 @@ from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
-from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, RankMemory, rank_memory
+from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
 from accelerate_lshdp.planning.cost.step_simulation import Processors
-from accelerate_lshdp.planning.cost.strategy_time import StepPrediction, predict_step
+from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
 STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")
@@ -23,7 +24,7 @@ FORMATS = ("fp32", "bf16", "int8", "powersgd")
 #: Formats that need the same ranks to reduce the same buffers between nodes.
 _BETWEEN_NODES_ONLY = ("int8", "powersgd")
 #: What gloo takes of one core: a byte that is sent, received and added; a collective. Chosen so that predictions agree
-#: with steps of an emulated cluster, not measured by themselves; `profiling.handling` measures them.
+#: with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost` measures them.
 _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
 #: What compressing and decompressing take of one core, a byte of fp32. Assumed: no measurement stands behind them.
 _CONVERSION_SECONDS = {"fp32": 0.0, "bf16": 0.3e-9, "int8": 0.8e-9, "powersgd": 1.0e-9}
@@ -262,12 +263,14 @@ class _Estimator:
 
     def _cluster_model(self) -> ClusterModel:
         nodes, cluster = self.cluster.nodes, self.cluster
-        one_core = Handling(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
+        one_core = CommunicationCost(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
         has_devices = cluster.has_devices
         return ClusterModel(
             cluster.node_sizes,
             cluster.link,
-            handling=tuple(Handling() if node.device is not None else one_core.on(node.cores) for node in nodes),
+            communication_costs=tuple(
+                CommunicationCost() if node.device is not None else one_core.on(node.cores) for node in nodes
+            ),
             processors=tuple(
                 Processors()
                 if node.device is not None

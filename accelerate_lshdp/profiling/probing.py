@@ -49,7 +49,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SearchLimits:
     """What ends the search.
 
     Args:
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SizeSearch:
     """The sizes to measure with their trials, and what kept the rank from larger ones (see ``measured.LIMITS``)."""
 
     trials: dict[int, Trial]
@@ -86,7 +86,7 @@ def with_margin(measured: float) -> int:
     return math.ceil(measured * (1 + MEMORY_MARGIN))
 
 
-def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
+def find_sizes(attempt: Callable[[int], Trial], limits: SearchLimits) -> SizeSearch:
     """Tries growing micro-batches.
 
     Args:
@@ -109,7 +109,7 @@ def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
         exact = reason in ("", "request", "data")
         worthwhile = exact or not largest or size <= limits.needed_batch or size - largest >= largest * _WORTHWHILE
         if size <= largest or not worthwhile:
-            return Found({size: trials[size] for size in probe_sizes(largest)}, reason)
+            return SizeSearch({size: trials[size] for size in probe_sizes(largest)}, reason)
         trial = _try(attempt, size)
         if trial is not None and _fits(trial.peak_bytes, limits):
             trials[size] = trial
@@ -127,13 +127,13 @@ def _try(attempt: Callable[[int], Trial], size: int) -> Trial | None:
         return None
 
 
-def _fits(peak_bytes: float | None, limits: Limits) -> bool:
+def _fits(peak_bytes: float | None, limits: SearchLimits) -> bool:
     if limits.memory_bytes is None or peak_bytes is None:
         return True
     return with_margin(max(peak_bytes, limits.base_bytes)) <= limits.memory_bytes
 
 
-def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[int, str]:
+def _next_size(trials: dict[int, Trial], largest: int, limits: SearchLimits) -> tuple[int, str]:
     """The next power of two, or the largest size before it that a limit allows, and which limit does."""
     size, reason = 1 << largest.bit_length(), ""
     if limits.max_batch is not None and size > limits.max_batch:
@@ -155,7 +155,7 @@ def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[
     return size, reason
 
 
-def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
+def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: SearchLimits) -> bool:
     """Whether the measured peaks, extended as the steepest line from an earlier one to the last, stay in the limit."""
     peak = trials[largest].peak_bytes
     if limits.memory_bytes is None or peak is None:
@@ -165,7 +165,7 @@ def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Li
     return _fits(peak + slope * (size - largest), limits)
 
 
-def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
+def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: SearchLimits) -> bool:
     """Whether the time that is left pays a trial of the size, and the measurements of all sizes after it, or has to.
 
     Time is taken to grow no faster than the number of samples. A trial is two micro-batches.
@@ -178,7 +178,7 @@ def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limi
     return total <= limits.remaining_seconds()
 
 
-def _too_small(trial: Trial | None, limits: Limits) -> str:
+def _too_small(trial: Trial | None, limits: SearchLimits) -> str:
     if trial is None:
         return "a micro-batch of one sample does not fit the memory; shard the parameters, or use a smaller model"
     return (

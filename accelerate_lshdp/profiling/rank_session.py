@@ -12,14 +12,22 @@ from typing import Any
 import torch
 
 from accelerate_lshdp.documents.curves import MemoryCurve, TimeCurve
-from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.noise import significant_median
-from accelerate_lshdp.profiling.probing import Found, Limits, NothingFits, OutOfMemory, Trial, find_sizes, with_margin
-from accelerate_lshdp.profiling.readiness import NotingReduction, ReadyFractions, readiness_order
-from accelerate_lshdp.profiling.rehearsal import Rehearsal, SharedPart
+from accelerate_lshdp.profiling.probing import (
+    NothingFits,
+    OutOfMemory,
+    SearchLimits,
+    SizeSearch,
+    Trial,
+    find_sizes,
+    with_margin,
+)
+from accelerate_lshdp.profiling.readiness import ReadyFractions, RecordingReduction, readiness_order
+from accelerate_lshdp.profiling.rehearsal import Rehearsal, ShardReduction
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedStep
 from accelerate_lshdp.profiling.repeats import LEAST_REPEATS, LEAST_SECONDS, Repeats, measure_repeatedly
+from accelerate_lshdp.profiling.single_rank import SingleRankTrainer
 from accelerate_lshdp.profiling.subject import Samples
 
 
@@ -34,7 +42,7 @@ class OtherRankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class MeasurementContext:
     """What a rank's measurements depend on beside the rank.
 
     Args:
@@ -75,23 +83,23 @@ class RankSession:
         rank: trains the micro-batches.
         samples: their data.
         meter: measures memory, None: it is not measured.
-        noting: what ``rank`` gives its buckets to, None: there are none.
-        surroundings: see there.
+        recorder: what ``rank`` gives its buckets to, None: there are none.
+        context: see there.
     """
 
     def __init__(
         self,
-        rank: LoneRank,
+        rank: SingleRankTrainer,
         samples: Samples,
         meter: MemoryMeter | None,
-        noting: NotingReduction | None,
-        surroundings: Surroundings,
+        recorder: RecordingReduction | None,
+        context: MeasurementContext,
     ) -> None:
         self._rank = rank
         self._samples = samples
         self._meter = meter
-        self._noting = noting
-        self._surroundings = surroundings
+        self._recorder = recorder
+        self._context = context
         self._base_bytes = 0
 
     def warm_up(self) -> None:
@@ -119,11 +127,11 @@ class RankSession:
         self._base_bytes = self._meter.peak() if self._meter is not None else 0
         self._rank.drop_gradients()
 
-    def find(self, max_batch: int | None, needed_batch: int, memory_bytes: int | None) -> Found:
+    def find(self, max_batch: int | None, needed_batch: int, memory_bytes: int | None) -> SizeSearch:
         """The sizes that this rank can train on. Raises NothingFits as `find_sizes`."""
-        limits = Limits(
+        limits = SearchLimits(
             self._samples.available,
-            self._surroundings.remaining,
+            self._context.remaining,
             measurements=LEAST_REPEATS,
             least_seconds=LEAST_SECONDS,
             max_batch=max_batch,
@@ -133,7 +141,7 @@ class RankSession:
         )
         return find_sizes(self._attempt, limits)
 
-    def memory(self, found: Found) -> MemoryCurve | None:
+    def memory(self, found: SizeSearch) -> MemoryCurve | None:
         """The reported peak of each size, never below what was measured; None if it was not measured."""
         if self._meter is None:
             return None
@@ -142,7 +150,7 @@ class RankSession:
 
     def _attempt(self, size: int) -> Trial:
         """Two accumulated micro-batches: the second one meets the gradients of the first."""
-        self._go_on()
+        self._stop_if_another_failed()
         batch = self._rank.to_device(self._samples.batch(size))
         self._restart_meter()
         try:
@@ -158,28 +166,28 @@ class RankSession:
             raise OutOfMemory
         peak = self._meter.peak() if self._meter is not None else None
         self._rank.drop_gradients()
-        self._surroundings.on_measurement()
+        self._context.on_measurement()
         return Trial(seconds, peak)
 
-    def repeat(self, found: Found) -> dict[int, Repeats]:
+    def repeat(self, found: SizeSearch) -> dict[int, Repeats]:
         """Measures the sizes until they are quiet or the phase is over."""
 
         def run(size: int, count: int) -> float:
-            self._go_on()
+            self._stop_if_another_failed()
             batch = self._rank.to_device(self._samples.batch(size))
             began = self._now()
             for _ in range(count):
                 self._rank.train(batch)
                 self._rank.drop_gradients()
             seconds = self._now() - began
-            self._surroundings.on_measurement()
+            self._context.on_measurement()
             return seconds
 
         return measure_repeatedly(
             run,
             {size: trial.seconds for size, trial in found.trials.items()},
-            remaining=self._surroundings.remaining,
-            others_measure=self._surroundings.others_measure,
+            remaining=self._context.remaining,
+            others_measure=self._context.others_measure,
         )
 
     def accumulation_overhead(self, seconds: dict[int, float]) -> float:
@@ -193,19 +201,19 @@ class RankSession:
         size = min(seconds)
         batch = self._rank.to_device(self._samples.batch(size))
         count = math.ceil(LEAST_SECONDS / seconds[size])
-        least_left = (1 - _ACCUMULATION_PART) * self._surroundings.remaining()
+        least_left = (1 - _ACCUMULATION_PART) * self._context.remaining()
         differences: list[float] = []
         while len(differences) < _ACCUMULATION_ROUNDS:
-            if differences and self._surroundings.remaining() < least_left:
+            if differences and self._context.remaining() < least_left:
                 break
-            self._go_on()
+            self._stop_if_another_failed()
             difference = 0.0
             for _ in range(count):
                 self._rank.drop_gradients()
                 difference -= self._train(batch)
                 difference += self._train(batch)
             differences.append(difference / count)
-            self._surroundings.on_measurement()
+            self._context.on_measurement()
         self._rank.drop_gradients()
         return max(0.0, significant_median(differences, seconds[size]))
 
@@ -217,25 +225,25 @@ class RankSession:
         """
         fractions, steps = ReadyFractions(), []
         for place, size in enumerate(readiness_order(list(seconds)) * _READY_ROUNDS):
-            if place and seconds[size] > self._surroundings.remaining():
+            if place and seconds[size] > self._context.remaining():
                 continue
-            self._go_on()
+            self._stop_if_another_failed()
             self._rank.drop_gradients()
             total = self._train(self._rank.to_device(self._samples.batch(size)), synchronise=True)
-            if self._noting is not None:
-                fractions.add(size, self._noting.seconds(), total)
+            if self._recorder is not None:
+                fractions.add(size, self._recorder.seconds(), total)
             steps.append(self._step_seconds(1))
-            self._surroundings.on_measurement()
+            self._context.on_measurement()
         # The last gradients are still there.
         repeats = measure_repeatedly(
-            lambda _, count: self._step_seconds(count), {0: min(steps)}, remaining=self._surroundings.remaining
+            lambda _, count: self._step_seconds(count), {0: min(steps)}, remaining=self._context.remaining
         )
         self._rank.drop_gradients()
-        if self._noting is None:
+        if self._recorder is None:
             return repeats[0].median, [], []
-        return repeats[0].median, fractions.curves(seconds), list(self._noting.bucket_bytes)
+        return repeats[0].median, fractions.curves(seconds), list(self._recorder.bucket_bytes)
 
-    def rehearse(self, rehearsal: Rehearsal, sender: SharedPart) -> list[RehearsedStep]:
+    def rehearse(self, rehearsal: Rehearsal, sender: ShardReduction) -> list[RehearsedStep]:
         """Forwards and backwards that send nothing and, in turns with them, those of real steps (collective).
 
         Args:
@@ -246,7 +254,7 @@ class RankSession:
         batch = self._rank.to_device(self._samples.batch(size))
         steps: list[RehearsedStep] = []
         for _ in range(1 + rehearsal.steps):
-            self._go_on()
+            self._stop_if_another_failed()
             self._rank.drop_gradients()
             begun = CpuTime.now()
             alone = self._train(batch)
@@ -254,32 +262,32 @@ class RankSession:
             self._rank.drop_gradients()
             self._rank.clock.take()
             sender.polling_cpu_seconds()
-            self._noting.sender = sender
+            self._recorder.sender = sender
             begun = CpuTime.now()
             try:
                 sending = self._train(batch, synchronise=True) - self._rank.clock.take()
             finally:
-                self._noting.sender = None
+                self._recorder.sender = None
             added = CpuTime.now() - begun - alone_cpu
             steps.append(
                 RehearsedStep(
                     size,
                     alone,
                     sending,
-                    alone_cpu_seconds=alone_cpu.own + alone_cpu.others,
+                    compute_only_cpu_seconds=alone_cpu.own + alone_cpu.others,
                     added_cpu_seconds=added.own - sender.polling_cpu_seconds(),
-                    beside_cpu_seconds=added.others,
+                    other_threads_cpu_seconds=added.others,
                 )
             )
-            self._surroundings.on_measurement()
+            self._context.on_measurement()
         self._rank.drop_gradients()
         return steps[1:]  # in the first step connections are made
 
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
         """Seconds of a micro-batch that is already on the device."""
         began = self._now()
-        if synchronise and self._noting is not None:
-            self._noting.begin(self._rank.device)
+        if synchronise and self._recorder is not None:
+            self._recorder.begin(self._rank.device)
         self._rank.train(batch, synchronise=synchronise)
         return self._now() - began
 
@@ -291,15 +299,15 @@ class RankSession:
 
     def _now(self) -> float:
         self._rank.synchronise()
-        return self._surroundings.clock()
+        return self._context.clock()
 
     def _restart_meter(self) -> None:
         if self._meter is not None:
             self._meter.restart()
 
-    def _go_on(self) -> None:
+    def _stop_if_another_failed(self) -> None:
         """Raises OtherRankFailed if another rank has failed."""
-        if self._surroundings.another_failed():
+        if self._context.another_failed():
             raise OtherRankFailed
 
 

@@ -20,7 +20,7 @@ from accelerate_lshdp.engine.wire.formats import wire_bytes
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 
 
-class _NothingToWaitFor(PendingReduction):
+class _CompletedReduction(PendingReduction):
     def is_done(self) -> bool:
         return True
 
@@ -28,7 +28,7 @@ class _NothingToWaitFor(PendingReduction):
         return
 
 
-class NotingReduction(GradientReduction):
+class RecordingReduction(GradientReduction):
     """Notes when each bucket would begin to travel, and how many bytes it has.
 
     Attributes:
@@ -50,26 +50,26 @@ class NotingReduction(GradientReduction):
         self._communication = communication
         self._clock = clock
         self._began: float | torch.Event = 0.0
-        self._noted: list[float | torch.Event] = []
+        self._start_times: list[float | torch.Event] = []
         self.bucket_bytes: list[int] = []
         self.sender: GradientReduction | None = None
 
     def begin(self, device: torch.device) -> None:
         """A forward starts now."""
         self._began = self._now(device)
-        self._noted.clear()
+        self._start_times.clear()
         self.bucket_bytes.clear()
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        self._noted.append(self._now(buffer.device))
+        self._start_times.append(self._now(buffer.device))
         self.bucket_bytes.append(wire_bytes(self._communication, buffer, shapes))
-        return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer, index, shapes)
+        return _CompletedReduction() if self.sender is None else self.sender.start(buffer, index, shapes)
 
     def seconds(self) -> list[float]:
         """Seconds from `begin` to the start of each bucket; the device must have been waited for."""
         if isinstance(self._began, float):
-            return [noted - self._began for noted in self._noted]
-        return [self._began.elapsed_time(noted) / 1000 for noted in self._noted]
+            return [start_time - self._began for start_time in self._start_times]
+        return [self._began.elapsed_time(start_time) / 1000 for start_time in self._start_times]
 
     def _now(self, device: torch.device) -> float | torch.Event:
         if device.type == "cpu":

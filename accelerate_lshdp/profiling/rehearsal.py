@@ -56,7 +56,7 @@ def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsa
     return [Rehearsal(max(sizes, default=1), steps) for sizes in fitting]
 
 
-class SharedPart(GradientReduction):
+class ShardReduction(GradientReduction):
     """Sums between nodes the parts of a buffer that a rank of a real run would send.
 
     Ends waiting when another rank has failed, which would otherwise never send its part.
@@ -93,7 +93,7 @@ class SharedPart(GradientReduction):
         started = [
             reduction.start(copy, index, shards) for reduction, copy in zip(self._reductions, copies, strict=True)
         ]
-        return _Watched(started, self._raise_if_another_failed, self._polling)
+        return _PolledReduction(started, self._raise_if_another_failed, self._polling)
 
     def close(self) -> None:
         """Ends its groups, when no rank has anything under way, nor will have."""
@@ -101,7 +101,7 @@ class SharedPart(GradientReduction):
             dist.destroy_process_group(group)
 
 
-class _Watched(PendingReduction):
+class _PolledReduction(PendingReduction):
     def __init__(
         self, pending: Sequence[PendingReduction], raise_if_another_failed: Callable[[], None], polling: WaitClock
     ) -> None:
@@ -126,7 +126,7 @@ class _Watched(PendingReduction):
 
 def make_sender(
     policies: ShardingPolicies, rank: int, communication: Communication, raise_if_another_failed: Callable[[], None]
-) -> SharedPart | None:
+) -> ShardReduction | None:
     """What sends a rank's gradients between nodes as its strategy does (collective: it makes process groups).
 
     None where no gradient travels during the backward: on one node, and under the world-sharded strategies, whose
@@ -142,4 +142,4 @@ def make_sender(
     mine = [made for ranks, made in groups.items() if rank in ranks]
     reductions = [make_reduction(communication, *made) for made in mine]
     own_groups = [group for made in mine for group in made if group is not None]
-    return SharedPart(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)
+    return ShardReduction(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)

@@ -31,19 +31,19 @@ class RehearsedStep:
 
     Args:
         micro_batch_size: its samples.
-        alone_seconds: without sending.
+        compute_only_seconds: without sending.
         sending_seconds: with sending; what the rank waited is not in them.
-        alone_cpu_seconds: of all threads, without sending.
+        compute_only_cpu_seconds: of all threads, without sending.
         added_cpu_seconds: what sending added to those of the thread that computes, waiting aside.
-        beside_cpu_seconds: what it took of other threads, also while the rank waited.
+        other_threads_cpu_seconds: what it took of other threads, also while the rank waited.
     """
 
     micro_batch_size: int
-    alone_seconds: float
+    compute_only_seconds: float
     sending_seconds: float
-    alone_cpu_seconds: float = 0.0
+    compute_only_cpu_seconds: float = 0.0
     added_cpu_seconds: float = 0.0
-    beside_cpu_seconds: float = 0.0
+    other_threads_cpu_seconds: float = 0.0
 
 
 class RehearsedRank:
@@ -58,7 +58,7 @@ class RehearsedRank:
     def __init__(self, measured: MeasuredRank, cores: float | None) -> None:
         self._measured = measured
         self._cores = cores
-        self._everyone: list[RehearsedStep] = []
+        self._all_steps: list[RehearsedStep] = []
         self._steps: list[RehearsedStep] = []
         self._load = -math.inf
 
@@ -71,29 +71,29 @@ class RehearsedRank:
         """
         steps = everyone[self._measured.rank]
         self._steps += steps
-        self._everyone += chain.from_iterable(everyone)
+        self._all_steps += chain.from_iterable(everyone)
         # A rank that others wait for shows it; one that waits does that work meanwhile.
-        self._load = load = max(self._load, self._load_that_showed(steps))
+        self._load = load = max(self._load, self._measured_load(steps))
         if self._cores is not None and _rate(self._steps) >= _LIMITED * self._cores:
-            load = max(load, counted_load(self._steps, self._everyone))
+            load = max(load, load_from_cpu_seconds(self._steps, self._all_steps))
         return self._at_speed(load)
 
-    def _load_that_showed(self, steps: Sequence[RehearsedStep]) -> float:
+    def _measured_load(self, steps: Sequence[RehearsedStep]) -> float:
         """What sending adds to steps, more than chance; negative if they are shorter with it."""
         expected = self._measured.time(steps[0].micro_batch_size)
-        return significant_median([step.sending_seconds - step.alone_seconds for step in steps], expected)
+        return significant_median([step.sending_seconds - step.compute_only_seconds for step in steps], expected)
 
     def _at_speed(self, load: float) -> MeasuredRank:
         def slowdown(step: RehearsedStep) -> float:
             # Steps that are shorter with sending are what the rank can do.
-            seconds = min(step.alone_seconds, step.sending_seconds) if load < 0 else step.alone_seconds
+            seconds = min(step.compute_only_seconds, step.sending_seconds) if load < 0 else step.compute_only_seconds
             return seconds / self._measured.time(step.micro_batch_size)
 
         learned = replace(self._measured, communication_load_seconds=max(0.0, load))
         return learned.slowed_down(median(map(slowdown, self._steps)))
 
 
-def counted_load(steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep]) -> float:
+def load_from_cpu_seconds(steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedStep]) -> float:
     """Seconds that sending takes of a rank whose computing uses all CPU seconds that it gets.
 
     What sending takes of them, computing has to wait for, at the rate at which the rank gets them. That may be less
@@ -105,11 +105,15 @@ def counted_load(steps: Sequence[RehearsedStep], everyone: Sequence[RehearsedSte
     """
     # Threads beside the computing one are read exactly. What they add to its own time by being in its way is a small
     # difference of long times: in proportion to theirs, for which the steps of all ranks count.
-    shares = [step.added_cpu_seconds / step.beside_cpu_seconds for step in everyone if step.beside_cpu_seconds > 0]
-    beside = max(0.0, median(step.beside_cpu_seconds for step in steps))
+    shares = [
+        step.added_cpu_seconds / step.other_threads_cpu_seconds
+        for step in everyone
+        if step.other_threads_cpu_seconds > 0
+    ]
+    beside = max(0.0, median(step.other_threads_cpu_seconds for step in steps))
     return beside * (1 + max(0.0, median(shares or [0.0]))) / _rate(steps)
 
 
 def _rate(steps: Sequence[RehearsedStep]) -> float:
     """CPU seconds per second of computing."""
-    return median(step.alone_cpu_seconds / step.alone_seconds for step in steps)
+    return median(step.compute_only_cpu_seconds / step.compute_only_seconds for step in steps)

@@ -91,6 +91,6 @@ def _in_order(dataset: Any) -> Iterator[Any]:
             yield dataset[index]
 
 
-def fresh(batch: Any) -> Any:
+def copy_container(batch: Any) -> Any:
     """The batch in a container of its own: user code may take entries out (``batch.pop("labels")``)."""
     return copy.copy(batch) if isinstance(batch, (MutableMapping, list)) else batch

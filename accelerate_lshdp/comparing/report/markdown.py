@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.comparing.report.comparison import describe_fastest, group_cases
 from accelerate_lshdp.comparing.report.gallery import Picture, missing_library
+from accelerate_lshdp.comparing.report.provenance import describe_provenance, format_config
 from accelerate_lshdp.comparing.report.results import Results
-from accelerate_lshdp.comparing.report.setting import describe_setting, format_config
 from accelerate_lshdp.comparing.report.tables import (
     DETAIL_LEGEND,
     STEP_LEGEND,
@@ -27,7 +27,7 @@ def render_markdown(results: Results, pictures: Sequence[Picture]) -> str:
         results: what was measured.
         pictures: those that were drawn beside the document, and those that were not, with the reason.
     """
-    parts = ["# Benchmark", *(f"* {_escape(name)}: {_code(text)}" for name, text in describe_setting(results))]
+    parts = ["# Benchmark", *(f"* {_escape(name)}: {_code(text)}" for name, text in describe_provenance(results))]
     parts = ["\n".join([parts[0], "", *parts[1:]])]
     for group in group_cases(results):
         parts.append(f"## {_escape(group.title)}")

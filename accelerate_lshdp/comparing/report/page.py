@@ -10,8 +10,8 @@ from importlib.resources import files
 from accelerate_lshdp import __version__
 from accelerate_lshdp.comparing.report.comparison import Group, describe_fastest, group_cases
 from accelerate_lshdp.comparing.report.gallery import Picture, missing_library
+from accelerate_lshdp.comparing.report.provenance import describe_provenance, format_config
 from accelerate_lshdp.comparing.report.results import Results
-from accelerate_lshdp.comparing.report.setting import describe_setting, format_config
 from accelerate_lshdp.comparing.report.tables import DETAIL_LEGEND, STEP_LEGEND, detail_table, limits_table, step_table
 
 
@@ -33,7 +33,7 @@ def render_page(results: Results, pictures: Sequence[Picture]) -> str:
     tables = [detail_table(group, network) for group in groups for network in group.networks]
     return template.render(
         version=__version__,
-        setting=describe_setting(results),
+        setting=describe_provenance(results),
         summary=[(group.title, _summary(group)) for group in groups],
         step_tables=[step_table(group, network) for group in groups for network in group.networks],
         step_legend=STEP_LEGEND,

@@ -11,7 +11,7 @@ from accelerate_lshdp.comparing.report.markdown import render_markdown
 from accelerate_lshdp.comparing.report.page import render_page
 from accelerate_lshdp.comparing.report.reading import read_results
 from accelerate_lshdp.comparing.report.results import Results
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 
 
 MARKDOWN_FILE = "results.md"
@@ -38,7 +38,7 @@ def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_pictures(results, folder)
-    write_whole(folder / MARKDOWN_FILE, render_markdown(results, pictures))
-    write_whole(folder / PAGE_FILE, render_page(results, pictures))
+    write_atomically(folder / MARKDOWN_FILE, render_markdown(results, pictures))
+    write_atomically(folder / PAGE_FILE, render_page(results, pictures))
     drawn = [picture.path for picture in pictures if picture.path is not None]
     return [folder / MARKDOWN_FILE, *drawn, folder / PAGE_FILE]

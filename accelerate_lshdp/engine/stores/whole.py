@@ -43,8 +43,8 @@ class ReplicatedModel(PreparedModel):
         reduction: sums a buffer over all ranks.
         clock: counts the time spent waiting.
         bucket_bytes: size of a bucket; small ones start earlier, large ones use the network better. None: chosen from
-            the model's size and the partners.
-        partners: ranks that sum a bucket.
+            the model's size and `ranks_per_reduction`.
+        ranks_per_reduction: ranks that sum a bucket.
     """
 
     steps_alone = True
@@ -56,13 +56,13 @@ class ReplicatedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
-        partners: int,
+        ranks_per_reduction: int,
     ) -> None:
         super().__init__(module, clock)
         self.world_size = reduction.group.size() if reduction is not None else 1
         self.loss_multiplier = float(self.world_size)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._buckets = self._fill_buckets(bucket_bytes, partners) if reduction is not None else []
+        self._buckets = self._fill_buckets(bucket_bytes, ranks_per_reduction) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._reductions = OrderedReductions(reduction, clock, len(self._buckets)) if reduction is not None else None
         self._synchronise = False
@@ -76,8 +76,8 @@ class ReplicatedModel(PreparedModel):
         device = next(self.module.parameters()).device
         return would_stay(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
-    def _fill_buckets(self, bucket_bytes: int | None, partners: int) -> list[_Bucket]:
-        buckets = fill_buckets(self._parameters, bucket_bytes, partners)
+    def _fill_buckets(self, bucket_bytes: int | None, ranks_per_reduction: int) -> list[_Bucket]:
+        buckets = fill_buckets(self._parameters, bucket_bytes, ranks_per_reduction)
         return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd

@@ -21,30 +21,32 @@ _MESSAGES = 48
 _FIRST_PART = 0.25
 
 
-def default_bucket_bytes(parameters: Sequence[nn.Parameter], partners: int) -> int:
+def default_bucket_bytes(parameters: Sequence[nn.Parameter], ranks_per_reduction: int) -> int:
     """A size of buckets for a model: small enough to begin early and to leave little for the end.
 
     Args:
         parameters: the trainable ones.
-        partners: ranks that sum a bucket between nodes.
+        ranks_per_reduction: ranks that sum a bucket between nodes.
     """
     total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
-    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, partners) // _MESSAGES))
+    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, ranks_per_reduction) // _MESSAGES))
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, partners: int) -> list[list[int]]:
+def fill_buckets(
+    parameters: Sequence[nn.Parameter], bucket_bytes: int | None, ranks_per_reduction: int
+) -> list[list[int]]:
     """Indices of parameters, bucket by bucket, in the order in which a backward usually produces gradients.
 
     Args:
         parameters: the trainable ones, in the order of the model.
         bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``,
             and a smaller first one.
-        partners: ranks that sum a bucket between nodes.
+        ranks_per_reduction: ranks that sum a bucket between nodes.
 
     Returns:
         Buckets of one dtype and device each.
     """
-    limit = default_bucket_bytes(parameters, partners) if bucket_bytes is None else bucket_bytes
+    limit = default_bucket_bytes(parameters, ranks_per_reduction) if bucket_bytes is None else bucket_bytes
     first = _FIRST_PART * limit if bucket_bytes is None else limit
     buckets: list[list[int]] = []
     sizes: list[int] = []

@@ -13,7 +13,7 @@ from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 #: Of a model whose units nobody has named.
 _UNITS = 8
-_HANDLING = (
+_COST_FIELDS = (
     "seconds_per_byte",
     "seconds_per_collective",
     "conversion_seconds_per_byte",
@@ -24,7 +24,7 @@ _HANDLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class CommunicationCost:
     """What communication takes of a node's processors, in seconds of the node when it does nothing else.
 
     Args:
@@ -48,7 +48,7 @@ class Handling:
     inside_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _HANDLING:
+        for name in _COST_FIELDS:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")
@@ -58,9 +58,9 @@ class Handling:
         """Of gathering and reducing inside a node."""
         return self.inside_seconds_per_byte or self.seconds_per_byte
 
-    def on(self, cores: float) -> Handling:
+    def on(self, cores: float) -> CommunicationCost:
         """These CPU seconds on a node that has so many cores, a fraction included."""
-        return Handling(*(getattr(self, name) / cores for name in _HANDLING))
+        return CommunicationCost(*(getattr(self, name) / cores for name in _COST_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,11 @@ class ClusterModel:
     Args:
         nodes: ranks on each node, in rank order.
         link: between nodes.
-        handling: what communication takes of each node's processors. Empty: nothing, as where devices compute.
+        communication_costs: what communication takes of each node's processors. Empty: nothing, as where devices
+            compute.
         processors: of each node, where a quota limits them. Empty: no quota.
-        inside: the link between ranks of a node, where processors do not do that work (`handling` counts theirs).
+        inside: the link between ranks of a node, where processors do not do that work (`communication_costs` counts
+            theirs).
         device_link: between host memory and each device; offloaded parameters and gradients take it. None: there is
             none, as where the host computes.
         shared_memory: node-sharded strategies exchange through shared memory inside a node.
@@ -87,7 +89,7 @@ class ClusterModel:
 
     nodes: tuple[int, ...]
     link: Link
-    handling: tuple[Handling, ...] = ()
+    communication_costs: tuple[CommunicationCost, ...] = ()
     processors: tuple[Processors, ...] = ()
     inside: Link | None = None
     device_link: Link | None = None
@@ -105,10 +107,14 @@ class ClusterModel:
                 f"found message_delay_seconds {self.message_delay_seconds}, expected finite seconds of at least 0:"
                 " measure again"
             )
-        for name, default in (("handling", Handling()), ("processors", Processors())):
+        per_node = (
+            ("communication_costs", "handling", CommunicationCost()),
+            ("processors", "processors", Processors()),
+        )
+        for name, shown, default in per_node:
             values = tuple(getattr(self, name)) or (default,) * len(nodes)
             if len(values) != len(nodes):
-                raise ValueError(f"found {name} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
+                raise ValueError(f"found {shown} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
             object.__setattr__(self, name, values)
         object.__setattr__(self, "nodes", nodes)
 

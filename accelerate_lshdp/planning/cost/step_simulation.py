@@ -119,7 +119,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedStep:
+class SimulatedStep:
     """What came out.
 
     Args:
@@ -131,12 +131,12 @@ class PlayedStep:
     busy_seconds: tuple[float, ...]
 
 
-def play_step(
+def simulate_step(
     segments: Sequence[Segment],
     transfers: Sequence[Transfer],
     node_of_rank: Sequence[int],
     processors: Sequence[Processors] | None = None,
-) -> PlayedStep:
+) -> SimulatedStep:
     """Plays a step through; where nodes save quota, after another one like it.
 
     Args:
@@ -148,12 +148,12 @@ def play_step(
     Raises:
         ValueError: a segment and a transfer wait for each other.
     """
-    player = _Player(segments, transfers, node_of_rank, processors)
-    played = player.play()
-    return player.play() if player.most_credit.any() else played
+    simulator = _StepSimulator(segments, transfers, node_of_rank, processors)
+    simulated = simulator.simulate()
+    return simulator.simulate() if simulator.most_credit.any() else simulated
 
 
-class _Player:
+class _StepSimulator:
     def __init__(
         self,
         segments: Sequence[Segment],
@@ -179,7 +179,7 @@ class _Player:
         self.most_credit = self.credits[0]
         self.credit = np.zeros(count)  # seconds of a node's processors that it has saved
 
-    def play(self) -> PlayedStep:
+    def simulate(self) -> SimulatedStep:
         left_of_segment = self.work.copy()
         ranks, last = np.arange(len(self.node)), len(self.work)
         place = np.zeros(len(ranks), dtype=int)  # the segment that each rank is in
@@ -190,7 +190,7 @@ class _Player:
             moves = turn < len(self.transfers) and place.min() > self.transfers[turn].after
             if not moves and not computes.any():
                 raise ValueError("found segments and transfers that wait for each other: no order can end them")
-            self._see_who(computes)
+            self._update_computing_nodes(computes)
             rate = self._transfer_rate(turn) if moves else 0.0
             if math.isinf(rate):
                 turn, left_of_transfer = turn + 1, 1.0
@@ -213,9 +213,9 @@ class _Player:
                 left_of_transfer = 0.0 if until_moved[0] <= elapsed else left_of_transfer - rate * elapsed
                 if left_of_transfer <= 0:
                     turn, left_of_transfer = turn + 1, 1.0
-        return PlayedStep(float(now), tuple(busy.tolist()))
+        return SimulatedStep(float(now), tuple(busy.tolist()))
 
-    def _see_who(self, computes: np.ndarray) -> None:
+    def _update_computing_nodes(self, computes: np.ndarray) -> None:
         """What follows for each node from which ranks compute."""
         self.computing = np.bincount(self.node[computes], minlength=len(self.quota_speed))  # of its ranks
         nodes = np.count_nonzero(self.computing)

@@ -26,7 +26,7 @@ from accelerate_lshdp.documents.curves import RankProfile
 
 
 #: Steps that make a judgement: two outliers among four do not reach their lower median.
-ENOUGH = 4
+STEPS_TO_JUDGE = 4
 # A change of speed is at least so large, and at least so many times the spread of single steps.
 _CHANGE = 0.15
 _CHANGE_SPREADS = 2.5
@@ -84,17 +84,17 @@ class LearnedCurve:
         self._present = [*self._present, seconds][-_KEPT_STEPS:]
         self._unchanged += 1
 
-    def take_change(self) -> float | None:
+    def detect_speed_change(self) -> float | None:
         """The factor by which the rank now takes longer (below 1: less long); None while its speed has not changed.
 
         To be asked after every step. A change is told once, when enough steps have shown it: what is known of other
         sizes is multiplied by the factor.
         """
-        before, recent = self._present[:-ENOUGH], sorted(self._present[-ENOUGH:])
-        if len(before) <= ENOUGH:
+        before, recent = self._present[:-STEPS_TO_JUDGE], sorted(self._present[-STEPS_TO_JUDGE:])
+        if len(before) <= STEPS_TO_JUDGE:
             # Asked twice, as the change may have come with the first steps at this size.
-            return self._change_between_sizes() if self._unchanged in (ENOUGH, 2 * ENOUGH) else None
-        if self._unchanged < ENOUGH:
+            return self._change_between_sizes() if self._unchanged in (STEPS_TO_JUDGE, 2 * STEPS_TO_JUDGE) else None
+        if self._unchanged < STEPS_TO_JUDGE:
             return None
         expected = median_low(before)
         limit = 1 + max(_CHANGE, _CHANGE_SPREADS * _spread(before))
@@ -105,7 +105,7 @@ class LearnedCurve:
         if not slower and not faster:
             return None
         factor = median_low(recent) / expected
-        self._present = [seconds * factor for seconds in before] + self._present[-ENOUGH:]
+        self._present = [seconds * factor for seconds in before] + self._present[-STEPS_TO_JUDGE:]
         self._rescale(factor)
         self._unchanged, self._level = 0, 0.0
         return factor
@@ -114,7 +114,7 @@ class LearnedCurve:
         """The same for a rank that has just come to its size: a time that is not plausible beside the last size's."""
         if not self._others:
             return None
-        seconds, (size, steps) = median_low(self._present[-ENOUGH:]), list(self._others.items())[-1]
+        seconds, (size, steps) = median_low(self._present[-STEPS_TO_JUDGE:]), list(self._others.items())[-1]
         low, high = sorted((1.0, self._size / size))
         ratio = seconds / median_low(steps)
         if low <= ratio * _PLAUSIBLE and ratio <= high * _PLAUSIBLE:
@@ -123,7 +123,7 @@ class LearnedCurve:
         factor = seconds / float(expected[0])
         self._rescale(factor)
         # That the speed changed, and not the shape, is a guess here: each size counts as a single step from now on.
-        self._present = self._present[-ENOUGH:]
+        self._present = self._present[-STEPS_TO_JUDGE:]
         self._unchanged, self._level = 0, 0.0
         self._others = {size: [median_low(steps)] for size, steps in self._others.items()}
         return factor
@@ -142,7 +142,7 @@ class LearnedCurve:
     @property
     def known(self) -> bool:
         """Whether enough steps were seen to judge by."""
-        return len(self._present) >= ENOUGH or bool(self._others)
+        return len(self._present) >= STEPS_TO_JUDGE or bool(self._others)
 
     @property
     def seconds(self) -> float:
@@ -157,12 +157,12 @@ class LearnedCurve:
     def table(self, largest: int) -> np.ndarray:
         """Estimated seconds of every size from 1 to `largest`: float64, shape [largest], positive."""
         seen = dict(self._others)
-        if len(self._present) >= ENOUGH or not seen:
+        if len(self._present) >= STEPS_TO_JUDGE or not seen:
             seen[self._size] = self._present
         return self._estimate(_points(seen), np.arange(1, largest + 1, dtype=np.float64))
 
     def _leave(self) -> None:
-        if len(self._present) >= ENOUGH:
+        if len(self._present) >= STEPS_TO_JUDGE:
             self._others[self._size] = self._present
         if len(self._others) > _KEPT_SIZES:
             del self._others[next(iter(self._others))]

@@ -29,7 +29,7 @@ from typing import Any
 
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cuts.batch_sizes import BatchSizes, plan_fixed_total
-from accelerate_lshdp.planning.online.learned_curves import ENOUGH, LearnedCurve
+from accelerate_lshdp.planning.online.learned_curves import STEPS_TO_JUDGE, LearnedCurve
 
 
 # Steps at the start that are not looked at.
@@ -189,7 +189,7 @@ class Rebalancer:
         for rank, curve in enumerate(self._curves):
             curve.record(sizes[rank], float(compute_seconds[rank]))
             self._fixed[rank] = [*self._fixed[rank], float(fixed_seconds[rank])][-_FIXED_STEPS:]
-            factor = curve.take_change()
+            factor = curve.detect_speed_change()
             if factor is not None:
                 changes.append(self._describe_change(rank, factor))
         # Steps under older sizes do not bring the next look closer.
@@ -205,7 +205,7 @@ class Rebalancer:
             return self._decide(reason, sizes, caps, None)
         if changes:
             return self._decide(", ".join(changes), sizes, caps, self._dead_band)
-        if self._since_look >= (ENOUGH if self._quick_looks else max(ENOUGH, self._every)):
+        if self._since_look >= (STEPS_TO_JUDGE if self._quick_looks else max(STEPS_TO_JUDGE, self._every)):
             return self._look(sizes, caps)
         return None
 

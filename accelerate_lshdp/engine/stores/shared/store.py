@@ -73,8 +73,9 @@ class NodeSharedModel(PreparedModel):
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
         clock: counts the time spent waiting.
-        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and the partners.
-        partners: nodes that sum a bucket.
+        bucket_bytes: of a bucket of gradients; None: chosen from the model's size and
+            `ranks_per_reduction`.
+        ranks_per_reduction: ranks that sum a bucket, one a node.
         timeout_seconds: how long to wait for another rank of the node.
 
     Raises:
@@ -90,12 +91,12 @@ class NodeSharedModel(PreparedModel):
         clock: WaitClock,
         *,
         bucket_bytes: int | None,
-        partners: int,
+        ranks_per_reduction: int,
         timeout_seconds: float,
     ) -> None:
         super().__init__(module, clock)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._layout = fill_buckets(self._parameters, bucket_bytes, partners)
+        self._layout = fill_buckets(self._parameters, bucket_bytes, ranks_per_reduction)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._fresh = [True] * len(self._parameters)

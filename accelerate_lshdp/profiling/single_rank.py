@@ -22,7 +22,7 @@ from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
-from accelerate_lshdp.profiling.subject import Subject, fresh
+from accelerate_lshdp.profiling.subject import Subject, copy_container
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -38,7 +38,7 @@ _MEASURED_AS = {
 }
 
 
-class LoneRank:
+class SingleRankTrainer:
     """Trains micro-batches on this rank.
 
     Args:
@@ -46,7 +46,7 @@ class LoneRank:
         strategy: the one to measure.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
         bucket_megabytes: as for ``LSDPPlugin``.
-        partners: ranks that sum a bucket between nodes when all train.
+        ranks_per_reduction: ranks that sum a bucket between nodes when all train.
         reduction: gets the gradient buckets of synchronised backwards, None: there are none.
         clock: of what it waits for others.
 
@@ -60,7 +60,7 @@ class LoneRank:
         *,
         units: Sequence[str] | None,
         bucket_megabytes: float | None,
-        partners: int,
+        ranks_per_reduction: int,
         reduction: GradientReduction | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -90,7 +90,7 @@ class LoneRank:
             prefetch=options.prefetch,
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
-            partners=partners,
+            ranks_per_reduction=ranks_per_reduction,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
             # Kept for the world, so that placing the model on this rank needs no other rank.
@@ -113,12 +113,12 @@ class LoneRank:
 
     def to_device(self, batch: Any) -> Any:
         """The batch on the device."""
-        return send_to_device(fresh(batch), self.device)
+        return send_to_device(copy_container(batch), self.device)
 
     def train(self, batch: Any, *, synchronise: bool = False) -> None:
         """Forward and backward of a micro-batch that is on the device; gradients are added to those that are there."""
         try:
-            loss = self._loss(fresh(batch))
+            loss = self._loss(copy_container(batch))
             self._prepared.begin_backward(synchronise)
             loss.backward()
             self._prepared.deliver_backward()

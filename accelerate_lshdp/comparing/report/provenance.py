@@ -12,7 +12,7 @@ from accelerate_lshdp.comparing.report.comparison import group_cases
 from accelerate_lshdp.comparing.report.results import Results
 
 
-def describe_setting(results: Results) -> list[tuple[str, str]]:
+def describe_provenance(results: Results) -> list[tuple[str, str]]:
     """Names and values: machine, versions, models, time and command."""
     machine = results.machine
     rows = [

@@ -13,7 +13,7 @@ import torch
 
 from accelerate_lshdp.documents.network import Collective, ring_all_reduce
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
-from accelerate_lshdp.planning.cost.cluster_model import Handling
+from accelerate_lshdp.planning.cost.cluster_model import CommunicationCost
 
 
 #: Bytes of gradients: small ones show what a collective costs, large ones what bytes do.
@@ -21,7 +21,7 @@ SIZES = (65_536, 8_388_608)
 _REPEATS = 40
 
 
-def cpu_seconds_of(
+def reduction_cpu_seconds(
     reduction: GradientReduction,
     sizes: Sequence[int] = SIZES,
     repeats: int = _REPEATS,
@@ -44,13 +44,13 @@ def cpu_seconds_of(
     return points
 
 
-def fit_handling(
+def fit_communication_cost(
     exact: Sequence[tuple[int, float]],
     nodes: Sequence[int],
     lossy: Sequence[tuple[int, float]] | None = None,
     wire_share: float = 1.0,
     collective: Collective = ring_all_reduce,
-) -> Handling:
+) -> CommunicationCost:
     """What communication takes of one core, from CPU seconds of two sizes.
 
     Args:
@@ -69,7 +69,7 @@ def fit_handling(
         lossy_per_byte, fixed = _line(lossy)
         conversion = max(0.0, lossy_per_byte - wire_share * per_byte)
     handled = max(collective(1.0, nodes).handled_bytes) / max(nodes)  # by one rank
-    return Handling(per_byte / handled if handled else 0.0, fixed, conversion)
+    return CommunicationCost(per_byte / handled if handled else 0.0, fixed, conversion)
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

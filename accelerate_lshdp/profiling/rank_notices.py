@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 
-class Together:
+class RankNotices:
     """Notices of the ranks of one profiling run, in the store by which they met (collective to make).
 
     A notice is a message of a few bytes to the process that holds the store; it is posted between measurements only.
