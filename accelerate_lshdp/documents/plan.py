@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The plan: who trains how much, how the model is placed, and how gradients travel.
+"""`Plan`: batch sizes of all ranks, the strategy that places the model, and the format of gradients on the network.
 
-A `Plan` is the one thing that moves between commands, ranks and runs. It is immutable, checked when it is made, and
-written as JSON with a version. Reading it needs neither torch nor a device.
+A plan is what commands, ranks and runs exchange. It is immutable, checked when it is made, and written as JSON with a
+version. Reading it needs neither torch nor a device.
 """
 
 from __future__ import annotations
@@ -66,19 +66,26 @@ __all__ = [
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
-# What the planner adds. It explains a plan and does not change the training, so it is carried as it is.
+# Sections that the planner adds. They explain a plan and do not change the training, so they are carried unchanged and
+# are no part of the digest.
 _ANNOTATIONS = ("profile", "predicted", "certificate")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
+    """One training plan: batch sizes in samples, one a rank, and how the model and its gradients are distributed.
 
-    With `automatic` the run finds its batch sizes itself: `batch`, if given, is what it starts with, else it starts
-    with an equal split of `automatic.total`, or of what the script's own batch size and the ranks make.
+    Args:
+        strategy: where parameters, gradients and optimizer state live.
+        batch: batch sizes of all ranks. None: equal batches, every loader keeps its own batch_size on every rank.
+        communication: the format of gradients between ranks.
+        cluster: the nodes in rank order; None: any.
+        profile, predicted, certificate: JSON objects from the planner, carried unchanged.
+        automatic: the run finds its batch sizes itself. It starts with `batch`, or without one with an equal split of
+            `automatic.total`, or of the script's own batch size times the number of ranks.
 
-    `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
-    file or variable that the plan was read from, for error messages; it is not part of the plan.
+    Attributes:
+        source: the file or variable that the plan was read from, for error messages; not part of the plan.
 
     Raises:
         PlanError: a value that is malformed, or parts that contradict each other.
@@ -96,6 +103,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_choice(self.strategy, "strategy", [strategy.value for strategy in Strategy])
+        # The dataclass is frozen, so values are put into their final types past its own __setattr__.
         object.__setattr__(self, "strategy", Strategy(self.strategy))
         kinds = {"batch": Batch, "communication": Communication, "cluster": Cluster, "automatic": Automatic}
         for name, kind in kinds.items():
@@ -107,6 +115,7 @@ class Plan:
             if value is not None and not isinstance(value, dict):
                 raise PlanError(f"found {describe(value)}, expected an object. Write one, or leave it out.", path=name)
             require_json(value, name)
+            # A copy: a caller that goes on changing its dictionary must not change a plan that was checked.
             object.__setattr__(self, name, deepcopy(value))
         check_sections_agree(self.strategy, self.communication, self.batch, self.cluster, self.automatic)
 
@@ -131,6 +140,7 @@ class Plan:
         Raises:
             PlanError: an entry or a keyword has an impossible value.
         """
+        # Strings, mappings and sets can be iterated too, but their items or order are not one size a rank.
         if isinstance(sizes, (str, bytes, Mapping, Set)) or not isinstance(sizes, Iterable):
             raise PlanError(f"found {describe(sizes)} for the batch sizes, expected a list with one entry a rank.")
         ranks = []
@@ -175,8 +185,8 @@ class Plan:
 
         Args:
             total_batch_size: None: as many as the script's own batch size and the ranks make.
-            rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
-            dead_band: the share of the step time that new sizes have to gain.
+            rebalance_every: optimizer steps between two checks whether other sizes are better, once sizes are stable.
+            dead_band: the part of the step time (0 to 1) that new sizes have to save.
             **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node, as for `equal`.
 
         Raises:
@@ -187,19 +197,20 @@ class Plan:
         return replace(cls.equal(strategy=strategy, **communication), automatic=automatic)
 
     def with_batch(self, batch: Batch) -> Plan:
-        """This plan with other batch sizes, without what the planner said about the old ones."""
+        """This plan with other batch sizes, without the prediction and the certificate of the old ones."""
         return self._changed(batch=batch, predicted=None, certificate=None)
 
     def with_total(self, batch: Batch) -> Plan:
-        """This plan with the total that the run has found for it, and the sizes to start with."""
+        """This plan with the global batch size that the run has found, and the batch sizes to start with."""
         return self._changed(batch=batch, automatic=replace(self.automatic, total=batch.total))
 
     def with_automatic(self, automatic: Automatic) -> Plan:
-        """This plan, whose batch sizes are what the run starts with."""
+        """This plan with automatic batch sizes, which start from the sizes of the plan."""
         return self._changed(automatic=automatic)
 
     def _changed(self, **changes: Any) -> Plan:
         changed = replace(self, **changes)
+        # `source` is no argument of __init__, so `replace` leaves it out.
         object.__setattr__(changed, "source", self.source)
         return changed
 
@@ -210,12 +221,12 @@ class Plan:
 
     @property
     def leaves_total_open(self) -> bool:
-        """Whether global batches have the size that the script's own batch size and the ranks make."""
+        """Whether the global batch is the script's own batch size times the number of ranks."""
         return self.automatic is not None and self.automatic.total is None
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples in a global batch; None for equal batches, and where the script says it."""
+        """Samples in a global batch; None for equal batches, and where it follows from the script's own batch size."""
         if self.batch is None:
             return None if self.automatic is None else self.automatic.total
         return self.batch.total
@@ -246,7 +257,7 @@ class Plan:
             node_sizes: ranks on each node, in rank order.
 
         Raises:
-            PlanError: it does not fit.
+            PlanError: the plan does not fit the run; the message says what to change.
         """
         with located(source=self.source):
             check_fits_run(
@@ -271,6 +282,7 @@ class Plan:
         Raises:
             PlanError: unknown or missing keys, wrong types, impossible or contradicting values; it says where.
         """
+        # First what no JSON can carry, then the version: a file of another version would give misleading errors below.
         require_json(document)
         require_version(document, PLAN_VERSION)
         sections = require_object(
@@ -356,15 +368,17 @@ class Plan:
         return cls.from_json(value, source=PLAN_VARIABLE) if value.lstrip().startswith("{") else cls.load(value)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of what changes training: strategy, batch, communication and cluster. Ranks compare it.
+        """SHA-256, in hex, of the sections that change training: strategy, batch, communication and cluster.
 
-        Sizes that the run finds itself change the speed only, so `automatic` takes the place of `batch`.
+        Ranks compare digests at the start of a run. Sizes that the run finds itself change the speed only, so with
+        `automatic` the digest covers that section instead of `batch`.
         """
         document = self._what_changes_training()
         if self.automatic is None:
-            del document["automatic"]  # as plans without it always had
+            del document["automatic"]  # plans written before this section existed keep their digest
         else:
             del document["batch"]
+        # Sorted keys and no blanks: equal plans have equal bytes, whatever order their files have.
         canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What one rank does in a step, in seconds.
+    """Seconds of one rank's activities in a step.
 
     Args:
         compute_seconds: forward and backward.
-        optimizer_seconds: its optimizer step.
-        communication_seconds: what exchanges inside the node, conversions, and transfers that take its processor add.
-        wait_seconds: the rest.
+        optimizer_seconds: the optimizer step.
+        communication_seconds: exchanges inside the node, conversions of gradients, and the delay of computing by
+            transfers that use its processor.
+        wait_seconds: the rest of the step.
     """
 
     compute_seconds: float
@@ -25,13 +26,13 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """What is predicted for a step.
+    """A predicted training step.
 
     Args:
-        seconds: of the whole step.
-        ranks: what each of them does.
-        bytes_between_nodes: what each node sends to other nodes.
-        bytes_inside_nodes: what each node's ranks send to each other, shared memory aside.
+        seconds: seconds of the whole step.
+        ranks: the seconds of each rank.
+        bytes_between_nodes: bytes that each node sends to other nodes.
+        bytes_inside_nodes: bytes that each node's ranks send to each other, without shared memory.
     """
 
     seconds: float

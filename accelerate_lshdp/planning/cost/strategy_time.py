@@ -33,16 +33,16 @@ def predict_step(
 
     Args:
         strategy: one of `STRATEGIES`.
-        profiles: of each rank, measured without communication: `fixed_seconds` is its optimizer step and nothing else.
+        profiles: one a rank, measured without communication; `fixed_seconds` is the optimizer step and nothing else.
         micro_batches: (size, accumulation steps) of each rank.
-        model: its size.
+        model: bytes of parameters and gradients.
         cluster: nodes and network.
-        communication_dtype: of gradients on the wire.
-        wire_bytes: of all gradients on the wire, for formats whose size depends on the model (powersgd).
-        optimizer_shares: the part of its profiled optimizer step that a rank does. None: 1/n where n ranks share one
-            copy of the parameters, as if the profiled step was of all parameters.
-        load_seconds: what sending gradients was measured to add to each rank's backward; strategies that send during
-            the backward take that instead of what `cluster.communication_costs` says. None: not measured.
+        communication_dtype: format of gradients on the wire.
+        wire_bytes: bytes of all gradients on the wire, for formats whose size depends on the model (powersgd).
+        optimizer_shares: the part of its profiled optimizer step that each rank does. None: 1/n where n ranks share
+            one copy of the parameters, as if the profiled step was of all parameters.
+        load_seconds: measured seconds that sending gradients adds to each rank's backward. Strategies that send during
+            the backward use them instead of `cluster.communication_costs`. None: not measured.
 
     Raises:
         ValueError: the arguments do not match, or a batch is larger than measured.

@@ -15,17 +15,18 @@ BUCKET_BYTES = 25e6
 def reduction_bytes(bucket_bytes: Sequence[float], communication_dtype: str) -> list[float]:
     """Bytes of gradients in each reduction of a step, in fp32.
 
-    PowerSGD sends so little that the engine gives it few large buckets, of up to `BUCKET_BYTES`; not so where FSDP2
-    shards nodes of several ranks, which this leaves out.
+    PowerSGD (Vogels et al., 2019) sends so little that the engine merges its buckets up to `BUCKET_BYTES`. Where FSDP2
+    shards a node over several ranks the engine does not; that case is left out here.
 
     Args:
-        bucket_bytes: of the buckets in other formats, in the order in which they travel; of gradients in fp32.
+        bucket_bytes: bytes in fp32 of the buckets of all other formats, in the order in which they travel.
         communication_dtype: the format.
     """
     if communication_dtype != "powersgd":
         return list(bucket_bytes)
     merged = [0.0]
     for size in bucket_bytes:
+        # A bucket that alone exceeds the limit is not split.
         if merged[-1] and merged[-1] + size > BUCKET_BYTES:
             merged.append(0.0)
         merged[-1] += size
