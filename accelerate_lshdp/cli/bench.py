@@ -55,7 +55,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, writes results and report, prints the tables.
+    """Measures all cases, writes results and report, and prints the tables.
 
     Returns:
         0; 1 if a limit is broken.
@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_emulation(config)
     from accelerate_lshdp.benchmarking.models import check_model
 
+    # Before the first measurement: a benchmark of hours must not end at its last model.
     for name, description in config.models.items():
         try:
             check_model(description)
@@ -100,7 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_emulation(config: object) -> None:
-    """Raises ValueError, with what is missing, where clusters cannot be emulated."""
+    """Checks that this machine can emulate all clusters of a configuration.
+
+    Raises:
+        ValueError: it cannot; the message says what is missing.
+    """
     from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluster
 
     for nodes in config.clusters.values():
@@ -114,5 +119,5 @@ def require_emulation(config: object) -> None:
 
 
 def say(what: str) -> None:
-    """Tells whoever waits what is going on."""
+    """Prints a status line on stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)

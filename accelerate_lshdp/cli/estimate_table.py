@@ -23,10 +23,14 @@ def print_estimates(
     *,
     is_measured: bool,
 ) -> None:
-    """Prints all strategies and what to choose, at most 100 columns wide.
+    """Prints all strategies and those to choose, at most 100 columns wide.
 
     Args:
-        is_measured: speeds come from a profile, not from data sheets.
+        model: the measured model.
+        cluster: nodes and network.
+        estimates: of all strategies, those of one strategy next to each other.
+        advice: the strategies to choose, which are highlighted.
+        is_measured: whether speeds come from a profile, not from data sheets.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

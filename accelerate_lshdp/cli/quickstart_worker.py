@@ -1,8 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What each of the two ranks of ``accelerate-lshdp quickstart`` does: measure, plan, train twice, report.
+"""The process of each of the two ranks of ``accelerate-lshdp quickstart``: measures, plans, trains twice, reports.
 
-Both runs are trained in one launch and take turns, epoch by epoch, so that whatever else the machine does meanwhile
-slows both of them alike.
+Both trainings run in one launch and take turns, epoch by epoch, so that other programs slow both of them alike.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ MODEL = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One rank of the quickstart; rank 0 writes ``lshdp_plan.json`` and ``results.json``."""
+    """Runs one rank of the quickstart; rank 0 writes ``lshdp_plan.json`` and ``results.json``."""
     arguments = _parse(argv)
-    # It says that the plan's batch sizes replace the loaders', which is the point here and is shown anyway.
+    # Its warning that the plan's batch sizes replace the loaders' is the point here, and is shown in the table.
     logging.getLogger("accelerate_lshdp.data.loader").setLevel(logging.ERROR)
     train_images, held_out = load_digit_images()
     world = 2
@@ -89,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:
-    """Samples of each rank in an equal split of the wanted total, or of the largest one that was measured."""
+    """Samples of each rank in an equal split of the wanted total, or of the largest total that all ranks can do."""
     return min(total_batch_size // len(ranks), *(rank.largest_micro_batch for rank in ranks))
 
 
@@ -104,9 +103,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def build_model(seed: int, slowdown: float) -> nn.Module:
-    """The quickstart's small ViT, the same for the same seed, whose pieces this rank works on at its emulated speed.
+    """The quickstart's small ViT with weights from `seed`, slowed by `slowdown` on this rank.
 
-    All that computes is one of the pieces, but for the loss.
+    All modules that compute are slowed; the loss is not.
     """
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -124,7 +123,7 @@ def _measure(
     slowdown: float,
     advance_to: Callable[[str, float, float], None],
 ) -> Profile:
-    """The profile of both ranks, the same on both of them."""
+    """The profile of both ranks; the same value on both (collective)."""
     model = build_model(arguments.seed, slowdown)
     subject = Subject(model, DataLoader(images, batch_size=1), make_optimizer(model))
     options = ProfilingOptions(
@@ -158,7 +157,7 @@ def _make_plan(profile: Profile, sizes: BatchSizes) -> Plan:
 
 @dataclass
 class _Run:
-    """One of the two trainings: an ordinary accelerate script, whose plan decides how it is divided."""
+    """One of the two trainings: an ordinary accelerate script, whose accelerator has the plan."""
 
     accelerator: LSHDPAccelerator
     model: nn.Module
@@ -196,7 +195,7 @@ class _Run:
                 return
 
     def results(self, slowdown: float) -> dict[str, Any]:
-        """What ``results.json`` says of this run (collective)."""
+        """The entry of this run in ``results.json`` (collective)."""
         plan, statistics = self.accelerator.plan, self.accelerator.step_statistics
         losses = self.accelerator.reduce(torch.stack(self.losses), reduction="sum") / plan.total_batch_size
         return {
@@ -213,7 +212,7 @@ class _Run:
         }
 
     def _accuracy(self) -> float:
-        """The share of the held-out images that the model reads correctly."""
+        """The fraction of the held-out images that the model classifies correctly (collective)."""
         self.model.eval()
         correct = []
         for batch in self.held_out_loader:

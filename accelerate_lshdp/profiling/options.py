@@ -10,16 +10,18 @@ from accelerate_lshdp.documents.plan import Strategy
 
 @dataclass(frozen=True)
 class ProfilingOptions:
-    """How a profiling run measures.
+    """The time limit and the limits of micro-batches of a profiling run.
 
     Args:
-        seconds: how long it may take in all, the building of the model included; longer only for ``needed_batch``.
-        strategy: the one to measure for.
-        max_batch: the largest micro-batch to measure, None: the largest that is possible.
-        needed_batch: a micro-batch to measure whatever time that takes, if memory, data and ``max_batch`` allow it.
-        total_batch_size: the global batch that will be planned, if that is known: its plan is what ranks rehearse.
-        memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
-            the host.
+        seconds: seconds that the run may take in all, the building of the model included; ``needed_batch`` may take
+            longer.
+        strategy: the strategy to measure for.
+        max_batch: the largest micro-batch to measure, in samples; None: the largest that is possible.
+        needed_batch: a micro-batch in samples to measure whatever time that takes, if memory, data and ``max_batch``
+            allow it.
+        total_batch_size: the global batch in samples that will be planned, if it is known: ranks rehearse its plan.
+        memory_limit_bytes: memory that this rank may use. None: what is free on its device, or its share of what is
+            free on the host.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
         bucket_megabytes: as for ``LSDPPlugin``; None: those of the accelerator.
 
@@ -50,6 +52,7 @@ class ProfilingOptions:
             "bucket_megabytes",
         ):
             value = getattr(self, name)
+            # `not >` instead of `<=`: NaN fails, too.
             if value is not None and not value > 0:
                 raise ValueError(f"found {name}={value}, expected more than 0")
         if isinstance(self.units, str):

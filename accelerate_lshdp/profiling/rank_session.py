@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What one rank measures by itself: sizes and their memory, times, buckets, and the optimizer's step."""
+"""`RankSession`: the measurements of one rank: micro-batch sizes, memory, seconds, buckets, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from accelerate_lshdp.profiling.subject import Samples
 
 _READY_ROUNDS = 3
 _ACCUMULATION_ROUNDS = 5
-# Of what is left of the phase, for these rounds.
+# Fraction of the remaining seconds of the phase for these rounds.
 _ACCUMULATION_PART = 1 / 3
 
 
 class OtherRankFailed(Exception):
-    """Measuring ends early, because another rank has failed."""
+    """Raised to end the measurements of a rank early, because another rank has failed."""
 
 
 @dataclass(frozen=True)
 class MeasurementContext:
-    """What a rank's measurements depend on beside the rank.
+    """The functions by which a rank's measurements depend on the run and on other ranks.
 
     Args:
-        remaining: seconds left of the current phase.
-        others_measure: says that this rank's times are quiet; returns whether another rank's are not.
-        another_failed: whether another rank has failed.
+        remaining: returns the seconds left of the current phase.
+        others_measure: posts that this rank's times are quiet; returns whether another rank's are not.
+        another_failed: returns whether another rank has failed.
         on_measurement: called after each measurement.
         clock: seconds, monotonic.
     """
@@ -62,7 +62,7 @@ class MeasurementContext:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds of this thread, and of the others of the process."""
+    """CPU seconds of the calling thread (`own`) and of the other threads of the process (`others`)."""
 
     own: float
     others: float
@@ -77,14 +77,14 @@ class CpuTime:
 
 
 class RankSession:
-    """Measures one rank, step by step: `warm_up`, `find`, `repeat`, `accumulation_overhead`, `full_steps`.
+    """Measures one rank: `warm_up`, `find`, `repeat`, `accumulation_overhead` and `full_steps`, in this order.
 
     Args:
         rank: trains the micro-batches.
-        samples: their data.
-        meter: measures memory, None: it is not measured.
-        recorder: what ``rank`` gives its buckets to, None: there are none.
-        context: see there.
+        samples: the data of the micro-batches.
+        meter: measures memory; None: memory is not measured.
+        recorder: gets the gradient buckets of ``rank``; None: there are none.
+        context: limits of time, and the other ranks.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RankSession:
         self._base_bytes = 0
 
     def warm_up(self) -> None:
-        """Trains on one sample; afterwards gradients and the optimizer's state have been there.
+        """Trains on one sample, so that gradients, optimizer state and kernels are allocated and compiled.
 
         Raises:
             NothingFits: there is no sample, or not enough memory for one.
@@ -121,14 +121,18 @@ class RankSession:
         self._train(self._rank.to_device(self._samples.batch(1)), synchronise=True)
         self._rank.step()
         self._restart_meter()
-        # With state and gradients, without activations: what no micro-batch can do with less.
+        # A step with state and gradients, without activations: its peak is the least that any micro-batch needs.
         self._rank.step()
         self._rank.synchronise()
         self._base_bytes = self._meter.peak() if self._meter is not None else 0
         self._rank.drop_gradients()
 
     def find(self, max_batch: int | None, needed_batch: int, memory_bytes: int | None) -> SizeSearch:
-        """The sizes that this rank can train on. Raises NothingFits as `find_sizes`."""
+        """The micro-batch sizes that this rank can train on, with their first measurements.
+
+        Raises:
+            NothingFits: as `find_sizes`.
+        """
         limits = SearchLimits(
             self._samples.available,
             self._context.remaining,
@@ -142,14 +146,18 @@ class RankSession:
         return find_sizes(self._attempt, limits)
 
     def memory(self, found: SizeSearch) -> MemoryCurve | None:
-        """The reported peak of each size, never below what was measured; None if it was not measured."""
+        """The peak bytes of each size, `MEMORY_MARGIN` above the measured ones; None if memory is not measured."""
         if self._meter is None:
             return None
         peaks = [with_margin(max(trial.peak_bytes, self._base_bytes)) for trial in found.trials.values()]
         return MemoryCurve(tuple(found.trials), tuple(peaks))
 
     def _attempt(self, size: int) -> Trial:
-        """Two accumulated micro-batches: the second one meets the gradients of the first."""
+        """Measures two accumulated micro-batches: the second one needs the memory of the first one's gradients, too.
+
+        Raises:
+            OutOfMemory: they do not fit.
+        """
         self._stop_if_another_failed()
         batch = self._rank.to_device(self._samples.batch(size))
         self._restart_meter()
@@ -161,7 +169,7 @@ class RankSession:
                 raise
             seconds = None
         del batch
-        if seconds is None:  # outside of the handler, whose traceback keeps what did not fit
+        if seconds is None:  # outside of the handler, whose traceback keeps the tensors that did not fit
             self._rank.recover()
             raise OutOfMemory
         peak = self._meter.peak() if self._meter is not None else None
@@ -170,7 +178,7 @@ class RankSession:
         return Trial(seconds, peak)
 
     def repeat(self, found: SizeSearch) -> dict[int, Repeats]:
-        """Measures the sizes until they are quiet or the phase is over."""
+        """Measures all sizes again until they are quiet or the phase is over."""
 
         def run(size: int, count: int) -> float:
             self._stop_if_another_failed()
@@ -193,10 +201,10 @@ class RankSession:
     def accumulation_overhead(self, seconds: dict[int, float]) -> float:
         """Seconds that a micro-batch takes longer when it adds its gradients to those of another one.
 
-        They do not depend on its size, so the smallest one shows them best.
+        They do not depend on the size of the micro-batch, so they are measured at the smallest one.
 
         Args:
-            seconds: of a micro-batch of each size.
+            seconds: measured seconds of a micro-batch of each size.
         """
         size = min(seconds)
         batch = self._rank.to_device(self._samples.batch(size))
@@ -210,6 +218,7 @@ class RankSession:
             difference = 0.0
             for _ in range(count):
                 self._rank.drop_gradients()
+                # Neighbours: the first one makes new gradients, the second one adds to them.
                 difference -= self._train(batch)
                 difference += self._train(batch)
             differences.append(difference / count)
@@ -218,10 +227,10 @@ class RankSession:
         return max(0.0, significant_median(differences, seconds[size]))
 
     def full_steps(self, seconds: dict[int, float]) -> tuple[float, list[TimeCurve], list[int]]:
-        """Optimizer seconds, one curve of readiness a bucket, and the bytes of each bucket.
+        """Optimizer seconds, one curve of ready seconds for each bucket, and the bytes of each bucket.
 
         Args:
-            seconds: of a micro-batch of each size.
+            seconds: measured seconds of a micro-batch of each size.
         """
         fractions, steps = ReadyFractions(), []
         for place, size in enumerate(readiness_order(list(seconds)) * _READY_ROUNDS):
@@ -234,7 +243,7 @@ class RankSession:
                 fractions.add(size, self._recorder.seconds(), total)
             steps.append(self._step_seconds(1))
             self._context.on_measurement()
-        # The last gradients are still there.
+        # The gradients of the last round are still there, so the optimizer has something to do.
         repeats = measure_repeatedly(
             lambda _, count: self._step_seconds(count), {0: min(steps)}, remaining=self._context.remaining
         )
@@ -244,7 +253,7 @@ class RankSession:
         return repeats[0].median, fractions.curves(seconds), list(self._recorder.bucket_bytes)
 
     def rehearse(self, rehearsal: Rehearsal, sender: ShardReduction) -> list[RehearsedStep]:
-        """Forwards and backwards that send nothing and, in turns with them, those of real steps (collective).
+        """Measures pairs of a micro-batch that sends nothing and one that sends its gradients (collective).
 
         Args:
             rehearsal: the micro-batch size and the number of steps, which is the same on all ranks.
@@ -253,6 +262,7 @@ class RankSession:
         size = rehearsal.micro_batch_size
         batch = self._rank.to_device(self._samples.batch(size))
         steps: list[RehearsedStep] = []
+        # In turns, so that whatever slows the machine meets both kinds alike.
         for _ in range(1 + rehearsal.steps):
             self._stop_if_another_failed()
             self._rank.drop_gradients()
@@ -260,6 +270,7 @@ class RankSession:
             alone = self._train(batch)
             alone_cpu = CpuTime.now() - begun
             self._rank.drop_gradients()
+            # Both clocks are emptied, so that below they hold this step's waits only.
             self._rank.clock.take()
             sender.polling_cpu_seconds()
             self._recorder.sender = sender
@@ -284,7 +295,7 @@ class RankSession:
         return steps[1:]  # in the first step connections are made
 
     def _train(self, batch: Any, *, synchronise: bool = False) -> float:
-        """Seconds of a micro-batch that is already on the device."""
+        """Trains a micro-batch that is already on the device; returns its seconds."""
         began = self._now()
         if synchronise and self._recorder is not None:
             self._recorder.begin(self._rank.device)
@@ -292,6 +303,7 @@ class RankSession:
         return self._now() - began
 
     def _step_seconds(self, count: int) -> float:
+        """Seconds of `count` optimizer steps."""
         began = self._now()
         for _ in range(count):
             self._rank.step()

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``profile_ranks``: one profiling run of all ranks, from a user's objects to a `Profile`."""
+"""``profile_ranks``: one profiling run of all ranks, from a user's model, data and optimizer to a `Profile`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from accelerate_lshdp.runtime.topology import Topology
 if TYPE_CHECKING:
     from accelerate_lshdp.profiling.process import ProfiledProcess
 
-#: By which part of the time each phase has to end; steps are rehearsed in the rest.
+#: Fractions of the run's seconds at which each phase has to end; steps are rehearsed in the rest.
 _CURVES_END, _STEPS_END, _NETWORK_END = 0.55, 0.65, 0.73
+#: Fractions of the run's seconds that rehearsals and the network get even if earlier phases took too long.
 _LEAST_LOAD, _LEAST_NETWORK = 0.1, 0.05
 #: Each rehearsal of a plan may lead to another plan. Two plans that lead to each other are equally good.
 _MOST_PLANS = 3
@@ -56,16 +57,16 @@ def profile_ranks(
     meter: Callable[[torch.device], MemoryMeter | None] = meter_of,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Measures all ranks, all at the same time (collective).
+    """Measures the seconds and bytes of all ranks, all at the same time (collective).
 
-    The subject is used up: its model is sharded and trained on a few samples, and should be thrown away.
+    The subject cannot be used afterwards: its model is sharded and trained on a few samples.
 
     Args:
         subject: the user's objects, not prepared.
         options: how to measure; only ``memory_limit_bytes`` may differ between ranks.
-        accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes do not matter.
-        on_progress: told the name of the phase, the seconds spent in it and those that it may take.
-        meter: what measures memory on a device.
+        accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes are not used.
+        on_progress: called with the name of the phase, the seconds spent in it and those that it may take.
+        meter: returns the memory meter of a device.
         clock: seconds, monotonic.
 
     Returns:
@@ -97,6 +98,7 @@ class _Run:
         self._world_size = accelerator.num_processes
         accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
         self._notices = RankNotices(self._world_size)
+        # Clocks of the ranks start together, so that phases end at about the same time everywhere.
         accelerator.wait_for_everyone()
         self._clock = clock
         self._began = clock()
@@ -104,6 +106,8 @@ class _Run:
         self._meter = meter(accelerator.device)
 
     def profile(self) -> Profile:
+        """Goes through all phases (collective)."""
+        # Process groups are made before the phases: a rank that failed in one could not take part.
         recorder = self._make_recorder()
         self._sender = self._make_sender()
         script = self._run_phase("building the model", _CURVES_END, self._describe)
@@ -114,6 +118,7 @@ class _Run:
         measured, bucket_bytes = self._run_phase(
             "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
         )
+        # Ranks with other buckets (another version of the model's code, say) would hang in the network phase.
         self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
         network = self._run_phase("measuring the network", _NETWORK_END, lambda: self._measure_network(bucket_bytes))
         everyone = self._gather(measured)
@@ -141,7 +146,13 @@ class _Run:
     # Phases
 
     def _run_phase(self, name: str, ends: float, work: Callable[[], _Result]) -> _Result:
-        """Does this rank's part of a phase; raises on all ranks if it fails on any (collective)."""
+        """Runs this rank's part of a phase; raises on all ranks if it fails on any (collective).
+
+        Args:
+            name: of the phase, for progress.
+            ends: fraction of the run's seconds at which it has to end.
+            work: the rank's part.
+        """
         self._phase_name = name
         self._phase_began, self._phase_ends = self._spent(), ends * self._options.seconds
         error: BaseException | None = None
@@ -152,8 +163,9 @@ class _Run:
             self._report_progress(finished=True)
         except OtherRankFailed:
             pass  # that rank says what happened
-        except (Exception, SystemExit) as found:
+        except (Exception, SystemExit) as found:  # user code may call sys.exit
             error = found
+            # Ranks that still measure stop at their next measurement instead of finishing a phase for nothing.
             self._notices.post("failure")
         raise_together(error)
         return result
@@ -183,6 +195,7 @@ class _Run:
         if not trained:
             raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
         gradient_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in trained)
+        # The worker of the command adds the script, which this run does not know.
         return ProfiledScript(None, (), sum(parameter.numel() for parameter in parameters), gradient_bytes)
 
     def _make_trainer(self, recorder: RecordingReduction | None) -> SingleRankTrainer:
@@ -247,7 +260,7 @@ class _Run:
         return rank, bucket_bytes
 
     def _rehearse(self, session: RankSession, profile: Profile) -> Profile:
-        """The profile as steps of all ranks show it."""
+        """The profile, corrected by rehearsed steps of all ranks together."""
         if self._sender is None:
             return profile
         alone = profile.ranks[self._accelerator.process_index]
@@ -258,6 +271,8 @@ class _Run:
             rehearsal = plan_rehearsal([rank.time for rank in profile.ranks], seconds)[alone.rank]
             steps = self._gather(session.rehearse(rehearsal, self._sender))
             return self._with_ranks(profile, rank.learn(steps))
+        # What a rehearsal shows changes the plan, and another plan may be slowed by other ranks: repeated until a plan
+        # comes up again.
         rehearsed: set[tuple[int, ...]] = set()
         while sizes is not None and sizes not in rehearsed and len(rehearsed) < _MOST_PLANS:
             if rehearsed and self._remaining_on_all_ranks() <= 0:
@@ -269,7 +284,7 @@ class _Run:
         return profile
 
     def _limited_cores(self) -> float | None:
-        """CPU seconds per second of this rank, where a control group gives it fewer than its computing can use."""
+        """CPU seconds per second of this rank, where a control group limits them below what it can use; else None."""
         # CPU seconds do not go with a clock of another kind.
         is_timed = self._accelerator.device.type == "cpu" and self._clock is time.perf_counter
         quota = cpu_quota() if is_timed else None
@@ -279,7 +294,7 @@ class _Run:
         return cores if cores <= torch.get_num_threads() else None
 
     def _planned_sizes(self, profile: Profile) -> tuple[int, ...] | None:
-        """Micro-batches of the plan for the global batch that is wanted; None: unknown, or there is no plan."""
+        """Micro-batch sizes of the plan for `total_batch_size`, one a rank; None: no total, or no plan for it."""
         if self._options.total_batch_size is None:
             return None
         try:
@@ -294,11 +309,11 @@ class _Run:
         return tuple(planned.batch_sizes)
 
     def _with_ranks(self, profile: Profile, learned: MeasuredRank) -> Profile:
-        """What all ranks have learned (collective)."""
+        """The profile with this rank's entry and those that the other ranks have learned (collective)."""
         return replace(profile, ranks=tuple(self._gather(learned)))
 
     def _remaining_on_all_ranks(self) -> float:
-        """What is left of the phase, the same on all ranks (collective)."""
+        """Seconds left of the phase: the least of all ranks, so that all decide alike (collective)."""
         return min(self._gather(self._remaining()))
 
     def _make_sender(self) -> ShardReduction | None:
@@ -309,7 +324,7 @@ class _Run:
         return make_sender(self._policies(), rank, communication, self._raise_if_another_failed)
 
     def _policies(self) -> ShardingPolicies:
-        """Those of a run of all ranks."""
+        """The sharding of a real run of all ranks."""
         return resolve_policies(
             self._options.strategy,
             self._topology,

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The report as one HTML page that needs nothing beside it: pictures are in it, and it has no scripts."""
+"""The report as a single HTML file without scripts, which contains all pictures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _TEMPLATE = "report.html.jinja"
 
 
 def render_page(results: Results, pictures: Sequence[Picture]) -> str:
-    """The page. Everything that comes from the results is escaped.
+    """The HTML text of the report. Everything that comes from the results is escaped.
 
     Args:
-        results: what was measured.
-        pictures: what `draw_pictures` returned for them.
+        results: the results of a benchmark.
+        pictures: the return value of `draw_pictures` for them.
     """
     from jinja2 import Environment, StrictUndefined
 
+    # autoescape: names and errors come from files and may hold markup. StrictUndefined: a misspelt name in the
+    # template is an error, not an empty string.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     groups = group_cases(results)
@@ -53,7 +55,7 @@ def _summary(group: Group) -> list[str]:
 
 
 def _data_uri(picture: Picture) -> str | None:
-    """The picture as the page carries it; None if it was not drawn."""
+    """The picture as a data URI; None if it was not drawn."""
     if picture.path is None:
         return None
     return f"data:image/png;base64,{base64.b64encode(picture.path.read_bytes()).decode('ascii')}"

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a benchmark was measured on and with, as text."""
+"""The provenance of a benchmark as text: machine, versions, models, time and command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate_lshdp.comparing.report.results import Results
 
 
 def describe_provenance(results: Results) -> list[tuple[str, str]]:
-    """Names and values: machine, versions, models, time and command."""
+    """(name, value) rows of the provenance: machine, versions, models, time and command."""
     machine = results.machine
     rows = [
         ("machine", f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 1e9:.1f} GB of memory"),

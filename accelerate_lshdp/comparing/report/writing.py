@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Writes the report of a benchmark: ``results.md``, the pictures and ``report.html``."""
+"""`write_report`: writes ``results.md``, the pictures and ``report.html`` of a benchmark."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PAGE_FILE = "report.html"
 
 
 def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
-    """Writes tables, pictures and the page.
+    """Writes tables, pictures and the page of a benchmark into a folder.
 
     Args:
-        results: what was measured, or the contents of ``results.json``.
-        folder: where to write; made if it does not exist.
+        results: the results, or the contents of ``results.json``.
+        folder: the folder, which is made if it does not exist.
 
     Returns:
         The files: the tables, the pictures and the page. Without matplotlib there are no pictures, which the page says
@@ -37,6 +37,7 @@ def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
         results = read_results(results)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Pictures first: both documents show the files that were drawn.
     pictures = draw_pictures(results, folder)
     write_atomically(folder / MARKDOWN_FILE, render_markdown(results, pictures))
     write_atomically(folder / PAGE_FILE, render_page(results, pictures))

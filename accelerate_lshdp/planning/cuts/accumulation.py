@@ -140,7 +140,7 @@ class AccumulationTables:
         return least_float(below, enough, is_enough)
 
     def _steps(self, seconds: float) -> np.ndarray:
-        """The largest number of micro-batches of each size within `seconds`, in the arithmetic of `StepTimes.finish`."""
+        """The largest number of micro-batches of each size within `seconds`, computed as in `StepTimes.finish`."""
         most = self._most[self._group][self._rank]
         quotient = np.floor((seconds - self._first) / self._more)
         steps = np.clip(quotient + 1, 0, most).astype(np.int64)

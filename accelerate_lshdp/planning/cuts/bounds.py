@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The bound of a certificate on all cuts that were not taken; `proofs.certificate` has the reasons, and checks them."""
+"""The bound of a certificate on all cuts that were not taken; `proofs.certificate` explains and checks it."""
 
 from __future__ import annotations
 

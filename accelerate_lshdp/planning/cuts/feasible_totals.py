@@ -32,7 +32,7 @@ def checked_total(problem: Problem, total_batch_size: int) -> int:
             f"found total_batch_size {total}, expected at most {most}, the sum of the ranks' largest micro-batches"
             f" {_shortened(problem.largest)}: the nearest feasible total is {most}"
         )
-    # A group of one rank can take any number of samples more, in micro-batches of one, so every total is feasible.
+    # Beside a group of one rank every total is feasible: that rank can take any number of micro-batches of one sample.
     if min(map(len, problem.groups)) > 1:
         _check_groups(problem, total)
     return total

@@ -84,7 +84,7 @@ def _remaining_seconds(bucket_seconds: Sequence[float] | None) -> list[float] | 
     for value in seconds:
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
             raise PlanningError(f"found {value!r} in bucket_seconds, expected finite seconds of at least 0")
-    # fsum is exact, so equal buckets in another order give the same seconds to the last bit.
+    # fsum rounds once, however many buckets there are: the verifier compares with exact sums.
     return [math.fsum(seconds[place:]) for place in range(len(seconds))]
 
 

@@ -58,14 +58,14 @@ class GroupSums:
         above, below = total - int(least.sum()), int(greatest.sum()) - total
         if above < 0 or below < 0:
             return None
-        # The cost of all questions grows with the distance, so the nearer end is taken.
+        # Time and memory grow with the distance, so the nearer end is taken.
         if above <= below:
             return Slack(self, least, 1, above)
         return Slack(self, greatest, -1, below)
 
 
 class Slack:
-    """A total as distances: each group goes some distance from one end of its set, and the distances sum to `remaining`.
+    """A total as a sum of distances: each group goes some distance from one end of its set; they sum to `remaining`.
 
     Args:
         sums: the sets.

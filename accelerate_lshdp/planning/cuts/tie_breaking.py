@@ -93,7 +93,7 @@ def _first_cut(choices: Choices, groups: list[list[int]], total: int, least: int
         sizes[rank] = group.serve_next(others, remaining, left)
         if group.is_complete:
             remaining -= int(group.distance(group.taken))
-            # What the group's rank and steps take of the micro-batches that are left, divided by its ranks.
+            # The micro-batches that the group takes of those that are left, divided by its ranks.
             count = (left - int(others[remaining])) // len(groups[index])
             left = int(others[remaining])
             for member in groups[index]:
@@ -129,7 +129,7 @@ class _BegunGroup:
         return self._slack.distance(self._index, number)
 
     def possible_distances(self, remaining: int) -> tuple[np.ndarray, np.ndarray]:
-        """The distances that the complete group can have, up to `remaining`, and the micro-batches that each one takes."""
+        """The distances up to `remaining` that the complete group can have, and the micro-batches of each one."""
         distances, weights = [], []
         for option in range(len(self._steps)):
             distance = self.distance(self._numbers(option))

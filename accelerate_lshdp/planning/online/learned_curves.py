@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A rank's time by micro-batch size, learned from the training steps themselves.
+"""`LearnedCurve`: a rank's seconds by micro-batch size, learned from its training steps.
 
 Every step adds one time, at the size that the rank trained with. A size's time is the median of its last steps, so a
 single slow step counts for nothing. Through the sizes seen goes a straight line, `offset + slope * size`, of which
@@ -25,7 +25,7 @@ import numpy as np
 from accelerate_lshdp.documents.curves import RankProfile
 
 
-#: Steps that make a judgement: two outliers among four do not reach their lower median.
+#: Number of steps from which a size is judged: two outliers among four do not reach their lower median.
 STEPS_TO_JUDGE = 4
 # A change of speed is at least so large, and at least so many times the spread of single steps.
 _CHANGE = 0.15
@@ -52,7 +52,7 @@ _Points = list[tuple[int, float, int]]
 
 
 class LearnedCurve:
-    """Seconds of forward and backward by micro-batch size, for one rank as it is now.
+    """The present seconds of forward and backward of one rank by micro-batch size.
 
     Args:
         profile: the rank's measured curve, whose shape is used; None: a straight line.
@@ -75,7 +75,7 @@ class LearnedCurve:
         self._level = 0.0
 
     def record(self, size: int, seconds: float) -> None:
-        """Takes in a step of `size` samples, at least 1; `seconds` are positive and finite."""
+        """Records a step of `size` samples (at least 1) that took `seconds` (positive and finite)."""
         if size != self._size:
             self._leave()
             self._size, self._present = size, self._others.pop(size, [])
@@ -85,10 +85,10 @@ class LearnedCurve:
         self._unchanged += 1
 
     def detect_speed_change(self) -> float | None:
-        """The factor by which the rank now takes longer (below 1: less long); None while its speed has not changed.
+        """The factor by which the rank's seconds have changed (above 1: slower); None while its speed has not changed.
 
-        To be asked after every step. A change is told once, when enough steps have shown it: what is known of other
-        sizes is multiplied by the factor.
+        Must be called after every step. A change is returned once, when enough steps have shown it; the seconds of
+        other sizes are multiplied by the factor then.
         """
         before, recent = self._present[:-STEPS_TO_JUDGE], sorted(self._present[-STEPS_TO_JUDGE:])
         if len(before) <= STEPS_TO_JUDGE:
@@ -96,6 +96,7 @@ class LearnedCurve:
             return self._change_between_sizes() if self._unchanged in (STEPS_TO_JUDGE, 2 * STEPS_TO_JUDGE) else None
         if self._unchanged < STEPS_TO_JUDGE:
             return None
+        # median_low: an element of the list, never a mean of two, so all machines get the same bits.
         expected = median_low(before)
         limit = 1 + max(_CHANGE, _CHANGE_SPREADS * _spread(before))
         # Outliers are steps that took too long. Among few steps they may be most, so a rank has become faster only if
@@ -105,13 +106,14 @@ class LearnedCurve:
         if not slower and not faster:
             return None
         factor = median_low(recent) / expected
+        # Scaled, not dropped: the spread of the earlier steps still says how noisy this rank is.
         self._present = [seconds * factor for seconds in before] + self._present[-STEPS_TO_JUDGE:]
         self._rescale(factor)
         self._unchanged, self._level = 0, 0.0
         return factor
 
     def _change_between_sizes(self) -> float | None:
-        """The same for a rank that has just come to its size: a time that is not plausible beside the last size's."""
+        """As `detect_speed_change`, for a rank whose time at a new size does not fit that of the last size."""
         if not self._others:
             return None
         seconds, (size, steps) = median_low(self._present[-STEPS_TO_JUDGE:]), list(self._others.items())[-1]
@@ -129,7 +131,7 @@ class LearnedCurve:
         return factor
 
     def follow_drift(self) -> None:
-        """Lets the other sizes follow where the times at the present size have moved slowly. To be asked at looks."""
+        """Rescales the other sizes if the times at the present size have drifted; called at each check."""
         if len(self._present) < _DRIFT_STEPS:
             return
         recent = median_low(self._present[-_DRIFT_STEPS:])
@@ -141,21 +143,23 @@ class LearnedCurve:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen to judge by."""
+        """Whether enough steps were recorded to judge the rank."""
         return len(self._present) >= STEPS_TO_JUDGE or bool(self._others)
 
     @property
     def seconds(self) -> float:
-        """What a step takes at the present size: the median of the steps seen."""
+        """Seconds of a step at the present size: the median of the recorded steps."""
         return median_low(self._present)
 
     @property
     def uncertainty(self) -> float:
-        """By which fraction `seconds` may be off: the standard error of the median."""
+        """The relative standard error of `seconds`, as the median of so many steps."""
+        # A median of normal noise varies 1.25 times as much as a mean.
         return 1.25 * _spread(self._present) / math.sqrt(len(self._present))
 
     def table(self, largest: int) -> np.ndarray:
         """Estimated seconds of every size from 1 to `largest`: float64, shape [largest], positive."""
+        # A size with too few steps is left out, unless there is no other.
         seen = dict(self._others)
         if len(self._present) >= STEPS_TO_JUDGE or not seen:
             seen[self._size] = self._present
@@ -164,6 +168,7 @@ class LearnedCurve:
     def _leave(self) -> None:
         if len(self._present) >= STEPS_TO_JUDGE:
             self._others[self._size] = self._present
+        # Insertion order: the size that was left longest ago goes first.
         if len(self._others) > _KEPT_SIZES:
             del self._others[next(iter(self._others))]
 
@@ -185,7 +190,7 @@ class LearnedCurve:
         return (offset + slope * self._bases(sizes)) * (1 + pull / weight)
 
     def _bases(self, sizes: np.ndarray) -> np.ndarray:
-        """What time is a line in: the sizes, or the profile's times, continued in proportion beyond its end."""
+        """The variable in which time is a line: the sizes, or the profile's seconds (proportional beyond its end)."""
         if self._profiled is None:
             return sizes
         end = len(self._profiled)
@@ -203,7 +208,7 @@ class LearnedCurve:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken.
+        """Restores the state that `state_dict` returned.
 
         Raises:
             ValueError: it is not what `state_dict` gives.
@@ -220,6 +225,7 @@ class LearnedCurve:
         times = [state["present"], *(steps for _, steps in others), [level] if level else []]
         if not all(isinstance(steps, list) and all(map(_is_time, steps)) for steps in times):
             raise ValueError(f"found times {times!r:.200}, expected lists of positive and finite seconds")
+        # Everything was checked above, so a malformed state changes nothing.
         self.largest, self._size, self._unchanged = counts[:3]
         self._present = list(state["present"])
         self._others = {size: list(steps) for size, steps in others}
@@ -231,7 +237,7 @@ def _is_time(value: object) -> bool:
 
 
 def _spread(values: list[float]) -> float:
-    """The relative spread of single values: the median absolute deviation, as a standard deviation of normal noise."""
+    """The relative standard deviation of single values, from the median absolute deviation (1.4826 times it)."""
     middle = median_low(values)
     return 1.4826 * median_low([abs(value - middle) for value in values]) / middle
 
@@ -247,7 +253,7 @@ def _precision(seconds: float, steps: int) -> float:
 
 
 def _factor(points: _Points, bases: list[float]) -> float:
-    """The factor that brings the bases closest to the times: weighted least squares."""
+    """The factor that fits the bases to the times by weighted least squares."""
     square_sum = across = 0.0
     for base, (_, seconds, steps) in zip(bases, points, strict=True):
         precision = _precision(seconds, steps)

@@ -12,7 +12,7 @@ from accelerate_lshdp.documents.curves import RankProfile
 
 def profiles_sha256(profiles: Sequence[RankProfile]) -> str:
     """SHA-256, in hex, of the profiles as JSON with sorted keys and no blanks: every field of every rank, in order."""
-    # Loads came later than the others: without one, plans of earlier versions keep their fingerprint.
+    # The load is a newer field, left out where it is 0: plans of earlier versions keep their fingerprint.
     document = [
         {
             "time": [profile.time.batch_sizes, profile.time.seconds],
