@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from accelerate_lshdp.comparing.report import missing_library, print_results, write_report
     from accelerate_lshdp.documents.atomic_files import write_atomically
 
+    # Said before the measurements, when it can still be installed.
     missing = missing_library()
     if missing is not None:
         say(missing)
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = ["accelerate-lshdp", "bench", str(arguments.config), "--output-dir", str(arguments.output_dir)]
     command = shlex.join([*words, *(["--in-process"] if arguments.in_process else [])])
     results = run_benchmark(config, in_process=arguments.in_process, command=command, say=say)
+    # Results first: a report can be written again from them.
     path = arguments.output_dir / RESULTS_FILE
     write_atomically(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
     written = [path, *write_report(results, arguments.output_dir)]

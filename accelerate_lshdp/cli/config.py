@@ -128,9 +128,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS,...",
         help="ranks on each node, such as 1,2 (default: the plan's)",
     )
+    # Neither is a default: without a flag the plan's nodes decide, and `launch` asks torch.
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", dest="device", action="store_const", const="cpu", help="train on CPUs (gloo)")
     device.add_argument("--gpu", dest="device", action="store_const", const="gpu", help="train on GPUs (NCCL)")
+    # Second spellings are those of `accelerate launch`.
     parser.add_argument(
         "--main-ip", "--main_process_ip", metavar="IP", help="address of node 0, as the other nodes see it"
     )
@@ -169,6 +171,7 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
     """
     cluster = None if plan is None else plan.cluster
     planned_sizes = None if cluster is None else tuple(cluster.node_sizes)
+    # Flags may repeat what the plan says, but not contradict it: the plan's batch sizes are in rank order.
     node_sizes = arguments.nodes or planned_sizes
     if node_sizes is None:
         ranks = "" if plan is None or plan.world_size is None else f" (the plan has {plan.world_size} ranks)"
@@ -201,6 +204,7 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
 
 def _planned_device(cluster: Cluster | None) -> str | None:
     """ "cpu" or "gpu" if the plan's nodes say so; None if they do not."""
+    # A plan names products ("NVIDIA A100") where it comes from a profile; everything but "cpu" is a GPU.
     named = [] if cluster is None else [node.device for node in cluster.nodes if node.device is not None]
     devices = {"cpu" if device.lower() == "cpu" else "gpu" for device in named}
     if len(devices) > 1:
@@ -220,6 +224,7 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
         node: which of its nodes.
         name: as in `Layout.file_name`, for the comment with the command that wrote the file.
     """
+    # The header tells the ranks of this node, so that a file copied to a wrong node can be recognised.
     first = sum(layout.node_sizes[:node])
     ranks = layout.node_sizes[node]
     numbers = f"rank {first}" if ranks == 1 else f"ranks {first} to {first + ranks - 1}"
@@ -292,6 +297,7 @@ def _rendezvous_lines(layout: Layout) -> list[str]:
     if layout.world_size == 1:
         return []
     if layout.num_nodes == 1:
+        # Two runs on one machine must not meet at the default port.
         return ["# 0 is any free port.", f"main_process_port: {layout.port}"]
     interface = "GLOO_SOCKET_IFNAME=eth0" + ("" if layout.device == "cpu" else ", NCCL_SOCKET_IFNAME=eth0")
     return [
@@ -337,6 +343,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = render_node(layout, node, arguments.name)
         check_with_accelerate(text)
         texts[arguments.output_dir / layout.file_name(node, arguments.name)] = text
+    # A file with the same content may be written again: the command can be repeated.
     taken = [str(path) for path, text in texts.items() if path.exists() and path.read_text(encoding="utf-8") != text]
     if taken and not arguments.force:
         raise ValueError(f"{', '.join(taken)} would be replaced; give --force, or another --output-dir or --name")

@@ -54,6 +54,7 @@ def print_estimates(
     for estimate in estimates:
         chosen = estimate is advice.exact or estimate is advice.lossy
         table.add_row(
+            # A strategy's name stands in its first row only.
             "" if estimate.strategy == before else estimate.strategy,
             estimate.communication_dtype,
             _most(estimate.device_bytes),
@@ -93,6 +94,7 @@ def describe_batches(micro_batches: Sequence[tuple[int, int]]) -> str:
 
 
 def _most(values: Sequence[float | None]) -> str:
+    # None: a node whose ranks compute in host memory.
     known = [value for value in values if value is not None]
     return format_bytes(max(known)) if known else "-"
 

@@ -94,6 +94,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python file (or module) to run")
+    # The remainder belongs to the script, also flags that have the names of ours.
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
     parser.set_defaults(run=run)
 
@@ -105,8 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
     """
     plan = _plan(arguments)
+    # Each rank would say this in a traceback of its own.
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    # Temporary files have to stay until all ranks have ended.
     with ExitStack() as stack:
         if arguments.config_file is None:
             # Even on one machine: without a file, accelerate would use the user's default configuration.
@@ -119,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         def write_normalised(text: str) -> Path:
             return stack.enter_context(vanishing_file("as_meant.yaml", text))
 
-        # Everything that can be wrong is found here, before processes start and wait for each other.
+        # Mistakes in the layout are found here: processes that have started would wait for each other until a timeout.
         config, config_file = read_launch_config(file, write_normalised)
         if not config.use_cpu and _local_device() == "cpu":
             raise ValueError(
@@ -131,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_launch(config, arguments)
         if config.num_machines > 1:
             stack.enter_context(report_waiting(_meeting(plan, config, arguments), has_started_ranks))
+        # accelerate starts the shim as a module, which runs the script with its Accelerator replaced by ours.
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
             ["--config_file", str(config_file), *overrides, *shim, arguments.script, *arguments.script_args]
@@ -166,6 +170,7 @@ def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
                 " --config_file"
             )
         arguments.nodes = (ranks,)
+    # Each node has a launcher of its own, and all of them must come to the same layout.
     layout = make_layout(arguments, plan, default_device=_local_device())
     node = arguments.node_rank
     if node is None and layout.num_nodes > 1:
@@ -173,6 +178,7 @@ def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
     node = node or 0
     if not 0 <= node < layout.num_nodes:
         raise ValueError(f"found --node-rank {node}, expected one from 0 to {layout.num_nodes - 1}")
+    # The installed accelerate may refuse what another version accepts.
     text = render_node(layout, node)
     check_with_accelerate(text)
     return text
@@ -220,6 +226,7 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
         return
     here = _local_ranks(config)
     node, nodes = config.machine_rank, config.num_machines
+    # A configuration file knows this node's ranks only, so the world is compared where there is one node.
     if plan.cluster is not None:
         sizes = plan.cluster.node_sizes
         if len(sizes) != nodes or sizes[node] != here:
@@ -294,6 +301,7 @@ def _print_launch(config: ClusterConfig, arguments: argparse.Namespace) -> None:
 
 def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Namespace) -> Meeting:
     """The rendezvous of the nodes: address and port from the flags, else from the configuration."""
+    # The same precedence as accelerate's own.
     address = arguments.main_ip or config.main_process_ip or "127.0.0.1"
     port = arguments.main_port or config.main_process_port or DEFAULT_PORT
     addresses: list[str | None] = [None] * config.num_machines
@@ -311,6 +319,7 @@ def _accelerate_launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_launcher()  # where another command has started this one
+    # Ranks end with this process, also when it is killed and cannot end them.
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         # torch makes a folder for logs that we do not ask for, and leaves it behind.

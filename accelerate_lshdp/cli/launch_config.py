@@ -52,6 +52,7 @@ def read_launch_config(file: Path, write: Callable[[str], Path]) -> tuple[Cluste
     """
     if not file.is_file():
         raise ValueError(f"there is no configuration file {str(file)!r}; {_ADVICE}")
+    # Every error below names the file, by this one block.
     with located(source=str(file)):
         text = read_text(file, "configuration of accelerate")
         parse = parse_json if file.suffix == ".json" else parse_yaml  # as accelerate chooses
@@ -100,6 +101,7 @@ def _normalised(key: str, value: Any) -> Any:
         value = spoken.get(value.strip().lower(), value) if isinstance(value, str) else value
         _require(isinstance(value, bool), key, value, "true or false")
     elif key == "gpu_ids":
+        # `gpu_ids: 0` is an integer in YAML; accelerate splits a string.
         value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         _require(isinstance(value, str), key, value, 'the numbers of GPUs, such as "0,2", or all')
     elif key in _TABLES:
@@ -147,6 +149,7 @@ def _check_whole(document: dict[str, Any]) -> None:
     from accelerate.utils import ComputeEnvironment
 
     here = ComputeEnvironment.LOCAL_MACHINE.value
+    # Checked before unknown keys: a SageMaker file has many of them, and this is the reason.
     environment = document.get("compute_environment", here)
     if environment != here:
         raise PlanError(
@@ -174,6 +177,7 @@ def _check_whole(document: dict[str, Any]) -> None:
             f"found no number, expected that of the ranks of this node, times num_machines; {_ADVICE}.",
             path="num_processes",
         )
+    # accelerate divides the processes by the machines: a quotient of 0 would start nothing, without an error.
     if None in (processes, machines, rank) or not 0 <= rank < machines or processes // machines < 1:
         raise PlanError(
             f"found num_processes {processes}, num_machines {machines} and machine_rank {rank}, which starts no"

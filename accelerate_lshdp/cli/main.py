@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train one model on machines of different speed and memory behind a slow network.",
         allow_abbrev=False,
     )
+    # No abbreviated flags, here and in every subcommand: they would change their meaning when a flag is added.
     parser.add_argument("--version", action="version", version=f"accelerate-lshdp {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     for name in SUBCOMMANDS:

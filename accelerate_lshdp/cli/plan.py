@@ -114,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
+    # Without accumulation planning is linear in the ranks' curves, so no total is too large.
     for flag, value, most in (
         ("--total", None if arguments.no_accumulation else arguments.total, _LARGEST_TOTAL),
         ("--max-accumulation", arguments.max_accumulation, _MOST_ACCUMULATION),
@@ -163,6 +164,7 @@ def _fitting_script(plan: Plan) -> str:
 
 def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
     """The command that trains with the plan; its script is a placeholder, as the profiled one need not train."""
+    # On several nodes the launcher has to know which node it is: from its YAML, or from a flag.
     words = ["accelerate-lshdp", "launch"]
     several_nodes = len(profile.cluster.node_sizes) > 1
     if several_nodes and arguments.no_yaml:
@@ -181,8 +183,9 @@ def _picture_path(arguments: argparse.Namespace) -> Path | None:
         missing = "matplotlib is not installed; pip install 'accelerate-lshdp[recipes]'"
         if arguments.picture is not None:
             raise ValueError(f"--picture {arguments.picture} cannot be drawn: {missing}")
-        _say(f"no picture: {missing}")
+        _print_note(f"no picture: {missing}")
         return None
+    # `--output plan.png` would make the picture's default name that of the plan.
     picture = arguments.picture or arguments.output.with_suffix(".png")
     if picture.absolute() == arguments.output.absolute():
         raise ValueError(f"the picture would replace the plan {arguments.output}; give --picture another name")
@@ -196,10 +199,11 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     from accelerate_lshdp.documents.profile import Profile
 
     profile = Profile.load(arguments.profile)
+    # Overrides may be given in one --set with commas or in several.
     for text in ",".join(arguments.set).split(",") if arguments.set else []:
         profile = _override(profile, text.strip())
     if arguments.strategy not in (None, str(profile.strategy)):
-        _say(
+        _print_note(
             f"memory and communication were measured for {profile.strategy}, not for {arguments.strategy}; to have"
             f" them right: accelerate-lshdp profile --strategy {arguments.strategy}"
         )
@@ -232,7 +236,7 @@ def _override(profile: Profile, text: str) -> Profile:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--set {text}: {error}") from error
         if rank.limited_by == "memory" and limit > (rank.memory_limit_bytes or 0):
-            _say(
+            _print_note(
                 f"rank {number} was measured up to {rank.max_micro_batch_size} samples, when its memory was full; to"
                 " use more, profile again with the higher limit"
             )
@@ -272,6 +276,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
 
 
 def _make_plan(profile: Profile, sizes: BatchSizes, planned: Prediction) -> Plan:
+    # Allowed only where it is needed: a plan with equal numbers also runs where loops must have equal lengths.
     counts = {steps for _, steps in sizes.micro_batches}
     return Plan.from_batch_sizes(
         sizes.micro_batches,
@@ -295,8 +300,9 @@ def _write_yamls(layout: Layout, folder: Path, force: bool) -> list[Path]:
     written = []
     for node in range(layout.num_nodes):
         path, text = folder / layout.file_name(node), render_node(layout, node)
+        # Users add network interfaces and the like by hand; the plan itself is always written.
         if path.exists() and path.read_text(encoding="utf-8") != text and not force:
-            _say(f"{path} is kept, as it was changed (--force replaces it)")
+            _print_note(f"{path} is kept, as it was changed (--force replaces it)")
             continue
         path.write_text(text, encoding="utf-8")
         written.append(path)
@@ -316,5 +322,5 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"accelerate-lshdp plan: {text}", file=sys.stderr)

@@ -136,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: arguments that cannot be right.
     """
+    # `launch` takes the number of ranks from a plan, which does not exist before profiling.
     if arguments.config_file is None and arguments.nodes is None:
         raise ValueError("say which ranks to measure: --nodes, such as --nodes 2, or --config_file")
     if not arguments.module and not os.path.isfile(arguments.script):
@@ -169,6 +170,7 @@ def _worker_arguments(arguments: argparse.Namespace) -> list[str]:
     """The arguments of `profile_worker` that say the same as those of the command."""
     words = ["--output", str(arguments.output), "--seconds", str(arguments.seconds), "--strategy", arguments.strategy]
     for rank, limit in arguments.memory_limit:
+        # In bytes: a rounded unit would be another limit.
         words += ["--memory-limit", f"{limit}B" if rank is None else f"rank.{rank}={limit}B"]
     if arguments.node_memory_limit is not None:
         words += ["--node-memory-limit", f"{arguments.node_memory_limit}B"]
@@ -200,6 +202,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds < math.inf:  # NaN fails as well
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds above 0")
     return seconds

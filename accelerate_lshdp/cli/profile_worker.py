@@ -74,6 +74,7 @@ def _measure(arguments: argparse.Namespace, is_first: bool) -> None:
         RuntimeError: on all ranks, if any of them failed.
         ValueError: the file cannot be written.
     """
+    # Equal batches: the accelerator gives ranks, devices and agreement only; profiling makes its own micro-batches.
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=arguments.strategy))
     options = subject = None
     with _errors_on_all_ranks():
@@ -122,6 +123,7 @@ def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> Pr
     unknown = [rank for rank in limits if rank is not None and rank >= world]
     if unknown:
         raise ValueError(f"found --memory-limit for rank {unknown[0]}, expected one of the ranks 0 to {world - 1}")
+    # A limit of this rank takes precedence over that of all ranks (None).
     limit = limits.get(here, limits.get(None))
     if arguments.node_memory_limit is not None:
         share = arguments.node_memory_limit // accelerator.topology.node_sizes[accelerator.topology.node]
@@ -148,6 +150,7 @@ def load_subject(script: str, script_args: Sequence[str], *, is_module: bool = F
         ValueError: the script has no such function, or it returns something else.
         RuntimeError: the script raised something; it says where.
     """
+    # Scripts may parse sys.argv when they are imported.
     sys.argv = [script, *script_args]
     try:
         module = _import(script, is_module)
@@ -188,6 +191,7 @@ def _explain(error: BaseException, script: str) -> str:
     ended = isinstance(error, SystemExit)  # argparse, for example, has said on stderr why
     text = f"the script ended with exit code {error.code}" if ended else f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
+    # The last frame inside the script, not in the libraries that it calls.
     own = [frame for frame in frames if frame.filename == os.path.realpath(script)]
     place = f" ({script}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
     return text + place

@@ -144,6 +144,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     command += ["-m", "accelerate_lshdp.cli.quickstart_worker"]
     for option in ("output_dir", "slowdown", "steps", "total_batch_size", "seed"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    # A process of its own: the launcher sets environment variables and ends with the exit code of the ranks.
     with _termination_as_exit(), subprocess.Popen(command, env=_environment()) as process:
         try:
             return _shell_code(process.wait())
@@ -177,6 +178,7 @@ def _environment() -> dict[str, str]:
     }
     # With several threads the time of so small a model hardly depends on the number of samples.
     environment.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())})
+    # The host name may resolve to an interface that is down; on one machine the loopback always works.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment
 

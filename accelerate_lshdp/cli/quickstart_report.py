@@ -69,7 +69,7 @@ def _caption(results: dict[str, Any]) -> str:
 
 
 def draw_picture(results: dict[str, Any], path: Path) -> None:
-    """Draws how long each rank computes and waits in a step, and both loss curves, as a PNG."""
+    """Draws the compute and wait seconds of each rank in a step, and both loss curves, as a PNG."""
     figure = new_figure(11, 4.6)
     bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_bars(bars, results)

@@ -74,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             "ddp_equal": _Run.begin(equal, train_images, held_out, arguments.seed, slowdown),
             "lshdp": _Run.begin(planned, train_images, held_out, arguments.seed, slowdown),
         }
+        # Epoch by epoch in turns: both have the same global batches, hence equally long epochs.
         while any(len(run.losses) < arguments.steps for run in runs.values()):
             for run in runs.values():
                 for _ in run.train_epoch(arguments.steps):
@@ -172,6 +173,7 @@ class _Run:
     ) -> _Run:
         model = build_model(seed, slowdown)
         optimizer = make_optimizer(model)
+        # What a script would write for equal batches; the plan replaces it.
         own_batch_size = accelerator.plan.total_batch_size // accelerator.num_processes
         train_loader = DataLoader(train, batch_size=own_batch_size, shuffle=True, drop_last=True)
         held_out_loader = DataLoader(held_out, batch_size=EVALUATION_BATCH_SIZE)
@@ -189,6 +191,7 @@ class _Run:
                 self.accelerator.backward(loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            # The sum over this rank's samples, in float64: sums of ranks with other shares then agree to rounding.
             self.losses.append(loss.detach().double() * len(batch["labels"]))
             yield
             if len(self.losses) >= most_steps:

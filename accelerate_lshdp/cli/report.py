@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp report``: tables, pictures and one HTML page from what ``accelerate-lshdp bench`` measured."""
+"""``accelerate-lshdp report``: writes tables, pictures and one HTML page from the results of ``bench``."""
 
 from __future__ import annotations
 

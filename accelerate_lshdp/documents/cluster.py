@@ -88,6 +88,7 @@ class ClusterDescription:
     network: NetworkDescription
 
     def __post_init__(self) -> None:
+        # The emulated network gives each node an address of one /24.
         if not 1 <= len(self.nodes) <= 254:
             raise ValueError(f"nodes: found {len(self.nodes)}, expected 1 to 254")
 
@@ -122,6 +123,7 @@ class ClusterDescription:
             found = _section(where, found, required={"cpu"}, optional={"memory", "ranks"})
             try:
                 memory = found.get("memory")
+                # The class checks ranges, the helpers below types and units; both errors get the place in front.
                 nodes.append(
                     NodeDescription(
                         cpu=_number("cpu", found["cpu"]),

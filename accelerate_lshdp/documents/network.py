@@ -25,7 +25,7 @@ PAYLOAD_SHARE = 1448 / 1514
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How long a message takes: latency_seconds + bytes * seconds_per_byte.
+    """A network link on which a message takes latency_seconds + bytes * seconds_per_byte.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -43,7 +43,7 @@ class Link:
 
     @classmethod
     def from_rate(cls, bits_per_second: float, delay_seconds: float = 0.0) -> Link:
-        """A link of a given rate (1 Gb/s = 1e9), with what frames and headers take of it.
+        """A link of a given rate (1 Gb/s = 1e9), less the part that frames and headers take.
 
         Raises:
             ValueError: the rate is not positive, or the delay is negative.

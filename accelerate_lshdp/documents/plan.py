@@ -216,7 +216,7 @@ class Plan:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks the plan is made for; None for equal batches, which fit any."""
+        """Number of ranks of the plan; None for equal batches, which fit any number."""
         return None if self.batch is None else len(self.batch.ranks)
 
     @property
@@ -304,6 +304,7 @@ class Plan:
         if sections.get("cluster") is not None:
             with located("cluster"):
                 cluster = read_cluster(sections["cluster"])
+        # In the order of the fields of the dataclass.
         annotations = (sections.get(name) for name in _ANNOTATIONS)
         return cls(sections["strategy"], batch, communication, cluster, *annotations, automatic)
 
@@ -365,6 +366,7 @@ class Plan:
             raise PlanError(
                 "found nothing, expected a path or JSON. Set it, or unset the variable.", source=PLAN_VARIABLE
             )
+        # A path may begin with a brace only in theory; JSON of a plan always does.
         return cls.from_json(value, source=PLAN_VARIABLE) if value.lstrip().startswith("{") else cls.load(value)
 
     def digest(self) -> str:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The sections of a plan: immutable values, checked when they are made, and how each is read from a plan file."""
+"""The sections of a plan: immutable values, checked when they are made, and their readers."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: how many ranks it runs and, optionally, its address and device ("cpu", "cuda", a product name)."""
+    """One machine: its number of ranks and, optionally, its address and device ("cpu", "cuda", a product name)."""
 
     ranks: int
     address: str | None = None

@@ -85,6 +85,7 @@ class Profile:
             object.__setattr__(self, "strategy", Strategy(self.strategy))
             object.__setattr__(self, "ranks", tuple(self.ranks))
             object.__setattr__(self, "bucket_bytes", tuple(require_array(self.bucket_bytes, "bucket_bytes")))
+            # Up to 64 bits: bytes of a model, not samples, whose limit is lower.
             for index, size in enumerate(self.bucket_bytes):
                 require_integer(size, f"bucket_bytes[{index}]", least=1, most=2**63 - 1)
             require_number(self.measured_seconds, "measured_seconds", positive=False)

@@ -109,6 +109,7 @@ class MeasuredRank:
             require_number(getattr(self, name), name, positive=False)
         if self.memory_limit_bytes is not None:
             require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
+        # Lists of a JSON document become tuples, so that the value is hashable and cannot be changed.
         object.__setattr__(self, "spread", tuple(float(value) for value in spread))
         object.__setattr__(self, "bucket_ready", tuple(self.bucket_ready))
         # The planner's own value makes the checks that concern several fields.
@@ -120,6 +121,7 @@ class MeasuredRank:
     def slowed_down(self, factor: float) -> MeasuredRank:
         """This rank with `factor` times the seconds of every micro-batch; the optimizer step keeps its seconds."""
 
+        # What runs on the same processor becomes slower by the same factor; the optimizer step is measured apart.
         def scaled(curve: TimeCurve) -> TimeCurve:
             return TimeCurve(curve.batch_sizes, [factor * seconds for seconds in curve.seconds])
 
@@ -247,7 +249,7 @@ def require_array(value: object, path: str) -> list[Any]:
 
 
 def read_items(document: object, path: str, read: Callable[[object], _Item]) -> tuple[_Item, ...]:
-    """Every entry of a list, read; raises PlanError that says which entry is wrong."""
+    """The entries of a list, each read by `read`; raises a PlanError with the index of a wrong entry."""
     items = []
     for index, entry in enumerate(require_array(document, path)):
         with located(f"{path}[{index}]"):

@@ -85,6 +85,7 @@ def group_sizes(traits: StrategyTraits, nodes: Sequence[int]) -> list[int]:
     """
     if traits.shared_by is SharedBy.WORLD:
         return [sum(nodes)] * len(nodes)
+    # Equal nodes only: shards of different sizes have no partner on the other nodes.
     if traits.shared_by is SharedBy.NODE and len(set(nodes)) == 1:
         return list(nodes)
     return [1] * len(nodes)

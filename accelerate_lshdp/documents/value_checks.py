@@ -148,7 +148,7 @@ def require_choice(value: object, path: str, choices: Iterable[str]) -> None:
 
 
 def require_list(value: object, path: str, what: str) -> list[Any]:
-    """Returns `value`; raises PlanError unless it is a list with something in it."""
+    """Returns `value`; raises PlanError unless it is a list with at least one entry."""
     if not isinstance(value, list) or not value:
         raise PlanError(
             f"found {describe(value)}, expected a list with one entry for each {what}. Write one.", path=path

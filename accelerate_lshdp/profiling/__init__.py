@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Measures what the planner needs to know about each rank.
+"""Measurement of each rank's times and memory, and of the network, for the planner.
 
 The public names are imported on first use, so that profiles can be read without loading torch.
 """

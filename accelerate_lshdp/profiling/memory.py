@@ -107,7 +107,7 @@ def meter_of(device: torch.device) -> MemoryMeter | None:
 
 
 def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this process's control group may still take, None if it has no limit.
+    """Free bytes of this process's control group; None: it has no limit.
 
     Files that the system keeps in memory count as free: it drops them when memory is needed.
     """

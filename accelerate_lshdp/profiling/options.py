@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""`ProfilingOptions`: how long a profiling run may take, and what it measures."""
+"""`ProfilingOptions`: the time limit and the limits of micro-batches of a profiling run."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _fits(peak_bytes: float | None, limits: SearchLimits) -> bool:
 
 
 def _next_size(trials: dict[int, Trial], largest: int, limits: SearchLimits) -> tuple[int, str]:
-    """The next power of two, or the largest size before it that a limit allows, and which limit does."""
+    """The next size to try, and the limit that chose it ("" for the next power of two)."""
     size, reason = 1 << largest.bit_length(), ""
     if limits.max_batch is not None and size > limits.max_batch:
         size, reason = limits.max_batch, "request"

@@ -31,7 +31,7 @@ class _CompletedReduction(PendingReduction):
 
 
 class RecordingReduction(GradientReduction):
-    """Records when each bucket would begin to travel, and its bytes on the wire.
+    """A reduction that records the seconds at which each bucket begins to travel, and its bytes on the wire.
 
     Args:
         group: the ranks that would share the gradients.

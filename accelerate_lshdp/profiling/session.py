@@ -284,7 +284,7 @@ class _Run:
         return profile
 
     def _limited_cores(self) -> float | None:
-        """CPU seconds per second of this rank, where a control group limits them below what it can use; else None."""
+        """CPU seconds per second of this rank, where a control group limits them below its threads; else None."""
         # CPU seconds do not go with a clock of another kind.
         is_timed = self._accelerator.device.type == "cpu" and self._clock is time.perf_counter
         quota = cpu_quota() if is_timed else None

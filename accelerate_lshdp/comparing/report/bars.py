@@ -148,6 +148,7 @@ def _draw(
     networks = [name for name in group.networks if any(bars[name, case.label] for case in group.on(name))]
     if not networks:
         return Missing("no case has the figures for it.")
+    # Memory, for one, need not be measured on every network.
     if len(networks) < len(group.networks):
         caption += f" Measured on {', '.join(networks)} only."
     labels = group.labels

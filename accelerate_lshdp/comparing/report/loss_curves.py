@@ -30,6 +30,7 @@ def draw_losses(group: Group) -> Drawing | Missing:
     figure, panels = style.new_panels(
         networks, f"Loss against wall time: {group.title}", panel_width=5.2, panel_height=4.2, share_x=False
     )
+    # One window for all curves: different ones would make equal losses look different.
     longest = max(len(_finite(case)) for case in cases)
     window = 1 if longest <= _MOST_RAW_POINTS else longest // _WINDOWS_OF_A_CURVE
     for axes, network in zip(panels, networks, strict=True):

@@ -43,6 +43,7 @@ def render_page(results: Results, pictures: Sequence[Picture]) -> str:
         broken=[limit.name for limit in results.limits if not limit.holds],
         pictures=[(picture, _data_uri(picture)) for picture in pictures],
         no_pictures=missing_library(),
+        # Where all cases failed there are no details; the step table has the errors.
         detail_tables=[table for table in tables if table.rows],
         detail_legend=DETAIL_LEGEND,
         config=format_config(results.config),

@@ -24,6 +24,7 @@ def describe_provenance(results: Results) -> list[tuple[str, str]]:
         case = group.cases[0]
         nodes = " + ".join(map(str, case.nodes))
         totals = ", ".join(map(str, sorted({case.total_batch_size for case in group.cases})))
+        # The largest: a case that failed before its model was built has 0.
         parameters = f"{max(case.parameters for case in group.cases) / 1e6:,.1f} M parameters"
         rows.append((group.title, f"{parameters}, {nodes} ranks by node, global batch {totals}"))
     if results.config.get("in_process"):

@@ -167,12 +167,14 @@ def _read_case(document: object) -> Case:
         for name in (*_ALWAYS_MEASURED, "losses"):
             if keys[name] is None:
                 raise PlanError('found null, expected a figure. A case without one says why under "error".', path=name)
+    # Zero seconds or samples would divide by zero in tables and pictures; zero waits and errors are fine.
     for name in _SINGLE:
         if keys[name] is not None:
             require_number(keys[name], name, positive=name in ("step_seconds", "samples_per_second"))
     # From here on lists are checked against the numbers of ranks and nodes, so every picture may zip them.
     ranks, nodes = sum(keys["nodes"]), len(keys["nodes"])
     keys["batch_sizes"] = _read_optional(keys["batch_sizes"], "batch_sizes", _read_integers, ranks, "rank")
+    # Samples per second are computed from the total, so sizes with another sum would make them wrong.
     if keys["batch_sizes"] is not None and sum(keys["batch_sizes"]) != keys["total_batch_size"]:
         raise PlanError(
             f"found sizes that sum to {sum(keys['batch_sizes'])}, expected total_batch_size,"

@@ -40,6 +40,7 @@ def draw_timeline(group: Group) -> Drawing | Missing:
     tops = [place * (ranks + _HEADING) for place in range(len(labels))]
     for axes, network in zip(panels, networks, strict=True):
         cases = {case.label: case for case in shown[network]}
+        # Rows of a strategy stay empty where it failed, so that panels can be compared side by side.
         failed = {case.label for case in group.on(network) if case.error is not None}
         for top, label in zip(tops, labels, strict=True):
             if label in cases:

@@ -87,7 +87,7 @@ class StepWriter:
         optimizer_shares: Sequence[float] | None,
         load_seconds: Sequence[float] | None,
     ) -> None:
-        """Takes in what was measured (or estimated) of each rank, as `predict_step` describes its arguments."""
+        """Sets the seconds of each rank from its profile; the arguments are those of `predict_step`."""
         # A rank updates its shard only, and the step of an element-wise optimizer is linear in the parameters.
         shares = 1 / self.group if optimizer_shares is None else np.array(optimizer_shares, dtype=float)
         self.optimizer = np.array([profile.fixed_seconds for profile in profiles]) * shares
@@ -106,7 +106,7 @@ class StepWriter:
         ]
 
     def _readiness(self, profile: RankProfile, size: int, time: float, load: float) -> tuple[list[float], list[float]]:
-        """The points of a curve: shares of the gradient (0 to 1), and the seconds at which so much of it is ready.
+        """The points of a curve: shares of the gradient (0 to 1), and the seconds at which each share is ready.
 
         The curve is linear between the points. `load` seconds are added to the backward, evenly.
         """

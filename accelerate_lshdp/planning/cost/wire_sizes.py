@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Bytes of gradients on the wire: what each format makes of them, and how the engine bundles them into reductions."""
+"""Bytes of gradients on the wire in each format, and in each of the engine's reductions."""
 
 from __future__ import annotations
 

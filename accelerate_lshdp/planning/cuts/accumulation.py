@@ -117,7 +117,7 @@ class AccumulationTables:
         return most, start, above[:-1] - np.repeat(above[start + width], width)
 
     def least_seconds(self, total: int) -> float:
-        """The least time within which the groups can take `total` samples together; some time must be enough."""
+        """The least seconds within which the groups can finish `total` samples; some finite time must be enough."""
 
         def is_full(seconds: float) -> bool:
             choices = self.within(seconds)

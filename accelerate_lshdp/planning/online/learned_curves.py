@@ -153,7 +153,7 @@ class LearnedCurve:
 
     @property
     def uncertainty(self) -> float:
-        """The relative standard error of `seconds`, as the median of so many steps."""
+        """The relative standard error of `seconds`."""
         # A median of normal noise varies 1.25 times as much as a mean.
         return 1.25 * _spread(self._present) / math.sqrt(len(self._present))
 
@@ -248,7 +248,7 @@ def _points(seen: Mapping[int, list[float]]) -> _Points:
 
 
 def _precision(seconds: float, steps: int) -> float:
-    """One over the variance of a median of so many steps (pi / 2 times that of their mean)."""
+    """The inverse variance of the median of `steps` times (pi / 2 times the variance of their mean)."""
     return 1 / (seconds * seconds * (_STEP_SPREAD * _STEP_SPREAD * 1.57 / steps + _MEDIAN_SPREAD * _MEDIAN_SPREAD))
 
 

@@ -148,7 +148,7 @@ def _check_lists(ranks: Sequence[ExactRank], claim: Claim, below: list[list[int]
 
 
 def _check_bound(claim: Claim, below: list[list[int]]) -> None:
-    """Checks that the total is no sum of what the groups can do in less than the step time."""
+    """Checks that the groups cannot finish exactly the total in less than the step time."""
     choices = []  # of each group: number of micro-batches, least and greatest sum of their sizes
     for group in claim.groups:
         sums = map(sum, zip(*(below[rank] for rank in group), strict=True))

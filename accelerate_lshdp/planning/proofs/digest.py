@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A fingerprint of the ranks' profiles, so that a certificate says which curves and limits it is about."""
+"""The fingerprint of the ranks' profiles, by which a certificate names the curves and limits that it is about."""
 
 from __future__ import annotations
 
