@@ -7,17 +7,17 @@ version. Reading it needs neither torch nor a device.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
+from accelerate_lshdp.documents.plan_digest import digest_of, training_sections
 from accelerate_lshdp.documents.plan_sections import (
     DEAD_BAND,
     POWERSGD_RANK,
@@ -271,7 +271,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, in the layout of a plan file; parts that are not there are left out."""
-        document: dict[str, Any] = {"version": PLAN_VERSION, **self._what_changes_training()}
+        document: dict[str, Any] = {"version": PLAN_VERSION, **self._training_sections()}
         document.update({name: deepcopy(getattr(self, name)) for name in _ANNOTATIONS})
         return {key: value for key, value in document.items() if value is not None}
 
@@ -375,34 +375,12 @@ class Plan:
         Ranks compare digests at the start of a run. Sizes that the run finds itself change the speed only, so with
         `automatic` the digest covers that section instead of `batch`.
         """
-        document = self._what_changes_training()
-        if self.automatic is None:
-            del document["automatic"]  # plans written before this section existed keep their digest
-        else:
-            del document["batch"]
-        # Sorted keys and no blanks: equal plans have equal bytes, whatever order their files have.
-        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        return digest_of(self._training_sections())
 
-    def _what_changes_training(self) -> dict[str, Any]:
-        batch = None
-        if self.batch is not None:
-            batch = {
-                "total": self.batch.total,
-                "allow_unequal_accumulation": self.batch.allow_unequal_accumulation,
-                "ranks": [asdict(entry) for entry in self.batch.ranks],
-            }
-        cluster = None
-        if self.cluster is not None:
-            link = None if self.cluster.link is None else asdict(self.cluster.link)
-            cluster = {"nodes": [asdict(node) for node in self.cluster.nodes], "link": link}
-        return {
-            "strategy": self.strategy.value,
-            "batch": batch,
-            "automatic": None if self.automatic is None else self.automatic.to_dict(),
-            "communication": self.communication.to_dict(),
-            "cluster": cluster,
-        }
+    def _training_sections(self) -> dict[str, Any]:
+        return training_sections(
+            self.strategy, self.communication, batch=self.batch, automatic=self.automatic, cluster=self.cluster
+        )
 
     def __str__(self) -> str:
         return describe_plan(

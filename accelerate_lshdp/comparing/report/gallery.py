@@ -63,6 +63,7 @@ def draw_pictures(results: Results, folder: Path) -> list[Picture]:
         ending = _unused(_file_name(f"{group.model}_{group.cluster}"), names)
         for name, draw in _KINDS.items():
             drawing = draw(group)
+            # The reason takes the picture's place in the report, so that its reader does not look for it.
             title = f"{name}, {group.title}"
             if isinstance(drawing, Missing):
                 pictures.append(Picture(title, f"not drawn: {drawing.reason}", None))

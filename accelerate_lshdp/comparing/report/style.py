@@ -83,6 +83,7 @@ def new_panels(
     # Inches: the constant below is the room for title and legend.
     width = label_width + columns * panel_width
     figure = new_figure(width, 1.3 + rows * panel_height)
+    # Shared axes: bars of different networks can only be compared by eye at one scale.
     grid = figure.subplots(rows, columns, sharex=share_x, sharey=True, squeeze=False).flatten()
     title = textwrap.fill(title, int(width / _TITLE_LETTER_WIDTH))
     figure.suptitle(title, fontsize=12, fontweight="bold")

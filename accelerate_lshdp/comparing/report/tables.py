@@ -45,6 +45,7 @@ class Table:
 
 def step_table(group: Group, network: str) -> Table:
     """The table of steps on one network: seconds, bytes, memory and prediction error of each strategy."""
+    # One column for each peer: what a strategy saves depends on what it is compared with.
     cases, peers = group.on(network), group.peers(network)
     columns = (
         *("strategy", "step, s", "spread", "samples/s"),
