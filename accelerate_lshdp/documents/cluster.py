@@ -23,7 +23,7 @@ from accelerate_lshdp.documents.value_checks import describe
 _BYTES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BITS_PER_SECOND = {"b/s": 1.0, "kb/s": 1e3, "Mb/s": 1e6, "Gb/s": 1e9}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-# Far above any machine, and small enough for lists with one entry a rank and for exact float arithmetic on bytes.
+# Far above any machine, and small enough for lists with one entry a rank.
 _MOST_CORES, _MOST_RANKS, _MOST_BYTES = 2**20, 4096, 2**60
 
 

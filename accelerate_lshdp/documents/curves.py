@@ -33,7 +33,7 @@ class TimeCurve:
 
     def __post_init__(self) -> None:
         sizes = _checked_sizes(self.batch_sizes, self.seconds, "times")
-        # Plain floats: equal curves must have equal fingerprints, and NumPy's scalars do not go into JSON.
+        # Plain floats: equal curves must have equal fingerprints, and not all of NumPy's scalars go into JSON.
         seconds = tuple(float(value) for value in self.seconds)
         if not all(math.isfinite(value) and value > 0 for value in seconds):
             raise ValueError(f"found times {list(seconds)}, expected positive and finite seconds: measure again")

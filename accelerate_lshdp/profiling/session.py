@@ -107,7 +107,7 @@ class _Run:
 
     def profile(self) -> Profile:
         """Goes through all phases (collective)."""
-        # Process groups are made before the phases: a rank that failed in one could not take part.
+        # The sender's process groups need all ranks, so they are made before a phase in which one may fail.
         recorder = self._make_recorder()
         self._sender = self._make_sender()
         script = self._run_phase("building the model", _CURVES_END, self._describe)

@@ -128,7 +128,7 @@ class AccumulationTables:
             return choices is not None and choices.sums().reach(total)
 
         # First as if the sets had no holes, which is quick to test and a lower bound. Holes near the greatest total
-        # are few, so the true optimum is close: the second search starts there and doubles its distance.
+        # are few, so the true optimum is close: the second search starts there in growing steps.
         enough = self.slowest_single
         below = math.nextafter(enough, 0.0)
         while not is_full(enough):
