@@ -17,7 +17,7 @@ from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.emulated_cluster import NetworkDescription, NodeDescription
 from accelerate_lshdp.planning import TimeCurve
-from accelerate_lshdp.planning.cost.cluster_model import Handling, ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 
@@ -62,7 +62,7 @@ def knowledge(**changes) -> Knowledge:
         "profile": profile,
         "networks": {"fast": (NetworkDescription(1e12), network)},
         "model": ModelSize(4000, 4000, (1500, 1500)),
-        "formats": {"fp32": Format(4000, Handling())},
+        "formats": {"fp32": Format(4000, CommunicationCost())},
         "shared_memory": False,
     }
     return Knowledge(**{**values, **changes})
@@ -123,7 +123,7 @@ def test_a_format_makes_backwards_as_much_longer_as_it_costs_by_bytes_and_reduct
         for rank in known.profile.ranks
     ]
     # A ring of two ranks sends every byte once.
-    exact, short = Handling(0.016 / 80e6, 0.001), Handling(0.016 / 80e6, 0.003)
+    exact, short = CommunicationCost(0.016 / 80e6, 0.001), CommunicationCost(0.016 / 80e6, 0.003)
     formats = {"fp32": Format(80e6, exact), "int8": Format(20e6, short), "powersgd": Format(0.0, short)}
     known = replace(known, profile=replace(known.profile, ranks=tuple(ranks), bucket_bytes=buckets), formats=formats)
 
@@ -144,7 +144,7 @@ def test_ranks_that_sleep_have_no_quota() -> None:
 
 def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:
     nodes = (NodeDescription(1.0, ranks=2),)
-    known = knowledge(nodes=nodes, formats={"fp32": Format(4000, Handling(seconds_per_byte=1e-5))})
+    known = knowledge(nodes=nodes, formats={"fp32": Format(4000, CommunicationCost(seconds_per_byte=1e-5))})
     other = replace(known, plain_overheads=Overheads(inside_seconds_per_byte=3e-5))
     # 4000 bytes are gathered twice and reduced.
     assert predicted("torch_hsdp", known=other) - predicted("torch_hsdp", known=known) == pytest.approx(
@@ -185,7 +185,7 @@ def test_messages_cost_as_much_more_as_rehearsed_steps_show_on_ranks_without_fre
     loads: tuple[float, float], ratio: float
 ) -> None:
     ranks = [replace(a_rank(rank, 0.1), communication_load_seconds=load) for rank, load in enumerate(loads)]
-    costs = Handling(seconds_per_byte=1e-6)  # 4 ms for what each node sends
+    costs = CommunicationCost(seconds_per_byte=1e-6)  # 4 ms for what each node sends
     formats = {"fp32": Format(4000, costs)}
     known = knowledge(profile=replace(knowledge().profile, ranks=tuple(ranks)), formats=formats)
     assert known._under_load(costs).seconds_per_byte == pytest.approx(ratio * 1e-6)

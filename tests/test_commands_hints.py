@@ -21,7 +21,7 @@ from test_commands_plan import a_profile
 from accelerate_lshdp.cli.busy import busy_hint, unlike_emulation
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.cli.progress import progress
-from accelerate_lshdp.cli.waiting_nodes import Meeting, waits_told
+from accelerate_lshdp.cli.waiting_nodes import Meeting, report_waiting
 from accelerate_lshdp.documents.profile import Profile
 
 
@@ -164,7 +164,7 @@ def test_connections_of_others_are_seen() -> None:
 def test_waits_are_told_until_they_are_over() -> None:
     told, over = io.StringIO(), []
     meeting = Meeting(1, ("127.0.0.1", None), "127.0.0.1", free_port())
-    with waits_told(meeting, lambda: bool(over), every=0.02, stream=told):
+    with report_waiting(meeting, lambda: bool(over), every=0.02, stream=told):
         deadline = time.monotonic() + 10
         while told.getvalue().count("\n") < 3 and time.monotonic() < deadline:
             time.sleep(0.01)

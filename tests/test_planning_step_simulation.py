@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate_lshdp.planning.cost.step_simulation import Processors, Segment, Transfer, play_step
+from accelerate_lshdp.planning.cost.step_simulation import Processors, Segment, Transfer, simulate_step
 
 
 def step(seconds: list[list[float]], transfers: list[Transfer], needs: Sequence[int | None] = ()) -> tuple:
@@ -76,7 +76,7 @@ def test_transfers_that_cost_nothing_overlap() -> None:
     # The first transfer may begin when the slower rank has done its first segment, at 2; it ends at 5, when both are
     # done with computing; the second one takes until 8.
     transfers = [Transfer(3.0, (0.0, 0.0), after=0), Transfer(3.0, (0.0, 0.0), after=1)]
-    played = play_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers))
+    played = simulate_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers))
     assert played.seconds == pytest.approx(8.0)
     assert played.busy_seconds == pytest.approx((2.0, 4.0))
 
@@ -84,14 +84,14 @@ def test_transfers_that_cost_nothing_overlap() -> None:
 def test_a_transfer_is_held_back_while_somebody_computes() -> None:
     # It begins at 2. Rank 1 computes until 4: by then a third of it is done, where half as much is lost as carried.
     transfers = [Transfer(3.0, (0.0, 0.0), after=0, held_back_seconds=3.0)]
-    assert play_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers)).seconds == pytest.approx(4 + 2)
+    assert simulate_step(*step([[1.0, 2.0], [1.0, 2.0]], transfers)).seconds == pytest.approx(4 + 2)
     # Nobody is stopped whose quota has something left.
     segments = [Segment((0.2,)), Segment((0.1,), needs=0)]
     saved = [Processors.under_quota(0.5, 1, 1.0)]
 
     def seconds(held_back: float, processors: list[Processors] | None) -> float:
         second = Transfer(0.05, (0.0,), after=0, held_back_seconds=held_back)
-        return play_step(segments, [Transfer(0.1, (0.0,), after=0), second], [0], processors).seconds
+        return simulate_step(segments, [Transfer(0.1, (0.0,), after=0), second], [0], processors).seconds
 
     assert seconds(9.0, saved) == seconds(0.0, saved)
     assert seconds(0.0, None) == pytest.approx(0.2 + 0.1 + 0.1)
@@ -99,20 +99,20 @@ def test_a_transfer_is_held_back_while_somebody_computes() -> None:
 
 
 def test_a_segment_waits_for_the_transfer_that_it_needs() -> None:
-    played = play_step(*step([[1.0, 2.0], [1.0, 2.0]], [Transfer(3.0, (0.0, 0.0), after=0)], needs=[None, 0]))
+    played = simulate_step(*step([[1.0, 2.0], [1.0, 2.0]], [Transfer(3.0, (0.0, 0.0), after=0)], needs=[None, 0]))
     assert played.seconds == pytest.approx(2 + 3 + 2)
 
 
 def test_a_transfer_takes_its_part_of_a_processor_that_computes() -> None:
     # 4 s on the wire and 1 s of rank 0's processor: while it runs, rank 0 computes at 3/4 of its speed.
-    played = play_step(*step([[1.0, 1.0], [6.0, 1.0]], [Transfer(4.0, (1.0, 0.0), after=0)]))
+    played = simulate_step(*step([[1.0, 1.0], [6.0, 1.0]], [Transfer(4.0, (1.0, 0.0), after=0)]))
     assert played.seconds == pytest.approx(1 + 6 + 1)
     assert played.busy_seconds == pytest.approx((8.0, 2.0))
 
 
 def test_a_transfer_gets_half_of_a_busy_processor_and_all_of_an_idle_one() -> None:
     # 4 s of rank 0's processor: beside 2 s of computing it gets half for 4 s, then all for its last 2 s.
-    played = play_step(*step([[1.0, 1.0], [2.0, 0.0]], [Transfer(0.0, (4.0, 0.0), after=0)]))
+    played = simulate_step(*step([[1.0, 1.0], [2.0, 0.0]], [Transfer(0.0, (4.0, 0.0), after=0)]))
     assert played.seconds == pytest.approx(1 + 4 + 2)
 
 
@@ -121,12 +121,12 @@ def test_a_quota_gives_back_what_was_not_used() -> None:
     # used 0.1 s of its own time more than passed, which is after 0.1 s; 0.2 s of its work are done by then.
     segments = [Segment((0.2,)), Segment((1.0,), needs=0)]
     transfers = [Transfer(0.1, (0.0,), after=0)]
-    without = play_step(segments, transfers, [0])
-    kept = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 1.0)])
+    without = simulate_step(segments, transfers, [0])
+    kept = simulate_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 1.0)])
     assert without.seconds == pytest.approx(1.3)
     assert kept.seconds == pytest.approx(0.2 + 0.1 + 0.1 + 0.8)
     # At most half of the quota's period, on average.
-    short = play_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 0.04)])
+    short = simulate_step(segments, transfers, [0], [Processors.under_quota(0.5, 1, 0.04)])
     assert short.seconds == pytest.approx(1.3 - 0.02)
     assert Processors.under_quota(4.0, 2, 0.1) == Processors(1.0, 0.0, 2.0)  # what its ranks can use
 
@@ -143,11 +143,11 @@ def test_nodes_that_compute_share_a_machine() -> None:
 def test_a_node_gets_all_of_its_quota_when_others_wait() -> None:
     # Both together want more than the machine gives. When the first one is done, at 1, the second one has 4 s to go.
     crowded = [Processors(quota_cores=1.0, crowded_cores=0.9), Processors(quota_cores=0.5, crowded_cores=0.4)]
-    played = play_step([Segment((1.0, 5.0))], [], [0, 1], crowded)
+    played = simulate_step([Segment((1.0, 5.0))], [], [0, 1], crowded)
     assert played.seconds == pytest.approx(1 + 4 * 0.4 / 0.5)
     # A machine that has enough for all of them changes nothing.
     enough = [Processors(quota_cores=1.0, crowded_cores=1.0), Processors(quota_cores=0.5, crowded_cores=0.5)]
-    assert play_step([Segment((1.0, 5.0))], [], [0, 1], enough).seconds == pytest.approx(5)
+    assert simulate_step([Segment((1.0, 5.0))], [], [0, 1], enough).seconds == pytest.approx(5)
 
 
 def test_what_cannot_be_used_beside_others_is_used_after_them() -> None:
@@ -158,7 +158,7 @@ def test_what_cannot_be_used_beside_others_is_used_after_them() -> None:
     nodes = [Processors.under_quota(0.5, 1, 1.0, machine_cores=1)] * 2
     segments, wait = [Segment((0.1, 0.1)), Segment((1.0, 3.0), needs=0)], [Transfer(5.0, (0.0, 0.0), after=0)]
     assert [nodes[0].credit_seconds(count) for count in (1, 2)] == pytest.approx([0.5, 0.0])
-    played = play_step(segments, wait, [0, 1], nodes)
+    played = simulate_step(segments, wait, [0, 1], nodes)
     assert played.seconds == pytest.approx(0.1 + 5 + 3 - 0.5)
     assert played.busy_seconds == pytest.approx([0.1 + 1.0, 0.1 + 3 - 0.5])
 
@@ -185,7 +185,7 @@ def test_what_a_quota_gives_back_is_that_of_random_moments(quota: float) -> None
 
 def test_what_cannot_end_is_an_error() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
-        play_step([Segment((1.0,), needs=0)], [Transfer(1.0, (0.0,), after=0)], [0])
+        simulate_step([Segment((1.0,), needs=0)], [Transfer(1.0, (0.0,), after=0)], [0])
 
 
 def random_step(generator: random.Random, ranks: int) -> tuple[list[Segment], list[Transfer], list[int]]:
@@ -214,7 +214,7 @@ def test_equals_a_simulation_in_tiny_steps(seed: int) -> None:
         shares = [generator.uniform(0.2, 1) for _ in range(ranks)]
         crowded = generator.choice([0.0, 0.8])
         quotas = [Processors.under_quota(share, 1, 0.3, sum(shares), crowded * share) for share in shares]
-    exact = play_step(*played, quotas).seconds
+    exact = simulate_step(*played, quotas).seconds
     assert exact == pytest.approx(in_tiny_steps(*played, quotas), abs=0.03)
 
 
@@ -229,14 +229,14 @@ def test_equals_the_planner_where_transfers_cost_no_processor(ready: list[list[f
     rows += [[times[j] - times[j - 1] for times in ready] for j in (1, 2)]
     transfers = [Transfer(cost, (0.0,) * len(ready), after) for after, cost in enumerate(costs)]
     expected = max(times[j] + sum(costs[j:]) for times in ready for j in range(3))
-    assert play_step(*step(rows, transfers)).seconds == pytest.approx(expected, abs=1e-9)
+    assert simulate_step(*step(rows, transfers)).seconds == pytest.approx(expected, abs=1e-9)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 3), factor=st.floats(1, 4))
 def test_bounds_and_more_to_send_is_never_faster(seed: int, ranks: int, factor: float) -> None:
     segments, transfers, nodes = random_step(random.Random(seed), ranks)
-    played = play_step(segments, transfers, nodes)
+    played = simulate_step(segments, transfers, nodes)
     for rank in range(ranks):
         work = sum(segment.seconds[rank] for segment in segments)
         assert played.seconds >= work + sum(transfer.load_seconds[rank] for transfer in transfers) - 1e-9
@@ -245,4 +245,4 @@ def test_bounds_and_more_to_send_is_never_faster(seed: int, ranks: int, factor: 
     larger = [
         Transfer(factor * t.wire_seconds, tuple(factor * load for load in t.load_seconds), t.after) for t in transfers
     ]
-    assert play_step(segments, larger, nodes).seconds >= played.seconds - 1e-9
+    assert simulate_step(segments, larger, nodes).seconds >= played.seconds - 1e-9

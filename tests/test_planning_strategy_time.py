@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from accelerate_lshdp.documents.network import Link
 from accelerate_lshdp.documents.strategy import STRATEGIES, SharedBy
 from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.step_simulation import Processors
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
@@ -124,15 +124,21 @@ def test_units_are_copied_and_prepared_where_parameters_are_shared(
     strategy: str, nodes: tuple[int, ...], copied: float, exchanges: int
 ) -> None:
     free = predict(strategy, nodes, link=FREE).seconds
-    costs = {"copies": Handling(copy_seconds_per_byte=1e-9), "units": Handling(seconds_per_unit=1e-3)}
-    taken = {name: predict(strategy, nodes, link=FREE, handling=(cost,) * 2).seconds for name, cost in costs.items()}
+    costs = {
+        "copies": CommunicationCost(copy_seconds_per_byte=1e-9),
+        "units": CommunicationCost(seconds_per_unit=1e-3),
+    }
+    taken = {
+        name: predict(strategy, nodes, link=FREE, communication_costs=(cost,) * 2).seconds
+        for name, cost in costs.items()
+    }
     assert taken["copies"] - free == pytest.approx(copied * 1e-9, abs=1e-9)
     assert taken["units"] - free == pytest.approx(exchanges * 1e-3, abs=1e-9)
 
 
 def test_measured_loads_make_backwards_longer_in_place_of_handling() -> None:
-    handling = (Handling(seconds_per_byte=1e-8),) * 2
-    predicted = predict("lsdp", load_seconds=[0.2, 0.1], handling=handling)
+    communication_costs = (CommunicationCost(seconds_per_byte=1e-8),) * 2
+    predicted = predict("lsdp", load_seconds=[0.2, 0.1], communication_costs=communication_costs)
     assert predicted.seconds == pytest.approx(0.2 + 0.6 * 15 / 80 + 0.8)
     assert [part.communication_seconds for part in predicted.ranks] == pytest.approx([0.2, 0.1])
     assert [part.compute_seconds for part in predicted.ranks] == pytest.approx([0.6, 0.6])
@@ -143,15 +149,22 @@ def test_measured_loads_make_backwards_longer_in_place_of_handling() -> None:
         pytest.approx(0.8 + 0.8)
     )
     # Strategies that wait for each exchange have no use for it.
-    waiting = [predict("fsdp", load_seconds=loads, handling=handling).seconds for loads in (None, [0.2, 0.2])]
+    waiting = [
+        predict("fsdp", load_seconds=loads, communication_costs=communication_costs).seconds
+        for loads in (None, [0.2, 0.2])
+    ]
     assert waiting[0] == waiting[1]
 
 
 def test_two_stages_take_turns() -> None:
-    handling = (Handling(seconds_per_byte=1e-9),) * 2
+    communication_costs = (CommunicationCost(seconds_per_byte=1e-9),) * 2
     # A gather and a reduce-scatter: each sends 40 MB between the nodes, and handles 80 MB inside each.
-    assert predict("zero2", (2, 2), handling=handling).seconds == pytest.approx(0.6 + 2 * (0.4 + 0.08))
-    assert predict("zero2", (2, 2), handling=handling, link=FREE).seconds == pytest.approx(0.6 + 2 * (0.04 + 0.08))
+    assert predict("zero2", (2, 2), communication_costs=communication_costs).seconds == pytest.approx(
+        0.6 + 2 * (0.4 + 0.08)
+    )
+    assert predict("zero2", (2, 2), communication_costs=communication_costs, link=FREE).seconds == pytest.approx(
+        0.6 + 2 * (0.04 + 0.08)
+    )
 
 
 def test_what_ranks_do_not_use_of_a_quota_while_they_wait_they_use_afterwards() -> None:
@@ -186,24 +199,24 @@ def test_world_sharded_strategies_wait_for_everything_without_streams() -> None:
 
 
 def test_handling_delays_the_slow_node_only() -> None:
-    handling = (Handling(), Handling(seconds_per_byte=4e-9))
-    predicted = predict("lsdp", link=Link(0.0, 1e-9), handling=handling, sizes=[6, 12])
-    # Half of a processor at most: 0.32 s of handling beside 1.2 s of computing, all but that of the root in time.
+    communication_costs = (CommunicationCost(), CommunicationCost(seconds_per_byte=4e-9))
+    predicted = predict("lsdp", link=Link(0.0, 1e-9), communication_costs=communication_costs, sizes=[6, 12])
+    # Half of a processor at most: 0.32 s of communication beside 1.2 s of computing, all but that of the root in time.
     assert predicted.ranks[1].communication_seconds > 0.2
     assert predicted.ranks[0].communication_seconds == 0
     assert 1.2 + 0.3 <= predicted.seconds <= 1.2 + 0.32 + 0.08
-    assert Handling(1.0, 2.0, 3.0, 4.0, 5.0, 6.0).on(0.5) == Handling(2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
+    assert CommunicationCost(1.0, 2.0, 3.0, 4.0, 5.0, 6.0).on(0.5) == CommunicationCost(2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 
 
 def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:
     nodes = (2, 2)
-    handling = (Handling(seconds_per_byte=1e-9),) * 2
+    communication_costs = (CommunicationCost(seconds_per_byte=1e-9),) * 2
     computing = predict("lsdp", nodes, link=FREE)
-    sockets = predict("lsdp", nodes, link=FREE, handling=handling)
+    sockets = predict("lsdp", nodes, link=FREE, communication_costs=communication_costs)
     # Two all-gathers and a reduce-scatter, each 80 MB from the two ranks together; then the reduction between nodes.
     assert sockets.bytes_inside_nodes == pytest.approx([3 * 80e6] * 2)
     assert sockets.seconds == pytest.approx(computing.seconds + 0.24 + 0.08, rel=0.05)
-    shared = predict("lsdp", nodes, link=FREE, handling=handling, shared_memory=True)
+    shared = predict("lsdp", nodes, link=FREE, communication_costs=communication_costs, shared_memory=True)
     assert shared.bytes_inside_nodes == (0, 0)
     assert computing.seconds < shared.seconds < sockets.seconds - 0.2
     assert predict("lsdp", nodes, link=FREE, inside=Link(0, 1e-9)).seconds == pytest.approx(computing.seconds + 0.12)
@@ -257,8 +270,8 @@ LOADS = [0.145, 0.201, 0.251, 0.338]
 OPTIMIZER = {"fused": (0.014, 0.019, 0.023, 0.038), "plain": (0.038, 0.063, 0.082, 0.133)}
 CROWDED_CORES = (0.778, 0.485, 0.378, 0.274)
 #: And of the machine: CPU seconds of what is sent, and of what FSDP2 does, and what a message takes longer.
-SENDING = Handling(7.07e-10, 3.4e-3, 4.2e-10)
-SHARDING = Handling(7.07e-10, 0.0, 4.2e-10, copy_seconds_per_byte=6e-11, seconds_per_unit=3.1e-3)
+SENDING = CommunicationCost(7.07e-10, 3.4e-3, 4.2e-10)
+SHARDING = CommunicationCost(7.07e-10, 0.0, 4.2e-10, copy_seconds_per_byte=6e-11, seconds_per_unit=3.1e-3)
 DELAYS = {1e9: 5.0e-3, 250e6: 1.5e-3}
 
 
@@ -280,7 +293,7 @@ def test_describes_steps_that_were_measured() -> None:
         predicted = predict(
             strategy, (1,) * 4, sizes=sizes, link=Link.from_rate(0.95 * rate, 7e-5), model=model,
             profiles=profiles, communication_dtype=dtype, load_seconds=LOADS,
-            handling=tuple(costs.on(share) for share in cores), processors=processors,
+            communication_costs=tuple(costs.on(share) for share in cores), processors=processors,
             message_delay_seconds=DELAYS[rate],
         )  # fmt: skip
         errors.append(abs(predicted.seconds / seconds - 1))
@@ -294,14 +307,19 @@ def test_describes_steps_that_were_measured() -> None:
     strategy=st.sampled_from(sorted(STRATEGIES)),
     nodes=st.sampled_from([(1, 1), (1, 1, 1), (2, 2), (1, 2)]),
     seconds_per_byte=st.floats(0, 5e-8),
-    handling=st.floats(0, 1e-8),
+    cpu_seconds_per_byte=st.floats(0, 1e-8),
     slower=st.floats(1, 3),
     streams=st.booleans(),
 )
 def test_a_slower_network_or_more_bytes_are_never_faster(
-    strategy: str, nodes: tuple[int, ...], seconds_per_byte: float, handling: float, slower: float, streams: bool
+    strategy: str,
+    nodes: tuple[int, ...],
+    seconds_per_byte: float,
+    cpu_seconds_per_byte: float,
+    slower: float,
+    streams: bool,
 ) -> None:
-    options = {"handling": (Handling(handling),) * len(nodes), "streams": streams}
+    options = {"communication_costs": (CommunicationCost(cpu_seconds_per_byte),) * len(nodes), "streams": streams}
     usual = predict(strategy, nodes, link=Link(1e-4, seconds_per_byte), **options)
     slow = predict(strategy, nodes, link=Link(1e-4, slower * seconds_per_byte), **options)
     model = ModelSize(slower * 80e6, slower * 80e6, (slower * 15e6,) * 4)
@@ -321,10 +339,10 @@ def test_what_does_not_match_is_an_error() -> None:
     with pytest.raises(ValueError, match="one of each for every rank"):
         predict("ddp", profiles=[rank()])
     with pytest.raises(ValueError, match="handling of 1 nodes"):
-        predict("ddp", handling=(Handling(),))
+        predict("ddp", communication_costs=(CommunicationCost(),))
     with pytest.raises(ValueError, match="at least one node"):
         ClusterModel((), WIRE)
     with pytest.raises(ValueError, match="units of"):
         ModelSize(1e6, 1e6, (2e6,))
     with pytest.raises(ValueError, match="measure again"):
-        Handling(-1.0)
+        CommunicationCost(-1.0)

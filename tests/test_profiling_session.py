@@ -19,14 +19,14 @@ from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.documents.plan import Strategy
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Subject, profile_ranks
-from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter
 from accelerate_lshdp.profiling.network import all_reduce_sizes
 from accelerate_lshdp.profiling.probing import with_margin
 from accelerate_lshdp.profiling.rank_session import RankSession
 from accelerate_lshdp.profiling.rehearsal import Rehearsal
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedStep
-from accelerate_lshdp.profiling.subject import Samples, fresh, output_loss
+from accelerate_lshdp.profiling.single_rank import SingleRankTrainer
+from accelerate_lshdp.profiling.subject import Samples, copy_container, output_loss
 
 
 SAMPLE_SECONDS, STEP_SECONDS = 0.1, 0.5
@@ -354,7 +354,7 @@ def test_impossible_options_are_refused() -> None:
         ProfilingOptions(units="Block")
 
 
-# ---- samples and the lone rank --------------------------------------------------------------------------------------
+# ---- samples and one rank alone ------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset):
@@ -390,7 +390,7 @@ def test_a_loader_that_does_not_batch_is_refused() -> None:
 
 def test_user_code_may_take_entries_out_of_a_batch() -> None:
     batch = {"x": 1, "labels": 2}
-    fresh(batch).pop("labels")
+    copy_container(batch).pop("labels")
     assert batch == {"x": 1, "labels": 2}
 
 
@@ -404,7 +404,9 @@ def test_the_optimizer_follows_the_model() -> None:
     """One process: the same mechanism as in training, and parameters that move."""
     subject = a_subject(lambda model, batch: image_loss(model, {"labels": batch.pop("labels"), **batch}))
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="lsdp"), cpu=True)
-    rank = LoneRank(accelerator, Strategy.LSDP, units=None, bucket_megabytes=25.0, partners=2, reduction=None)
+    rank = SingleRankTrainer(
+        accelerator, Strategy.LSDP, units=None, bucket_megabytes=25.0, reducing_ranks=2, reduction=None
+    )
     rank.build(subject)
     before = [parameter.detach().clone() for parameter in subject.model.parameters()]
     batch = rank.to_device(Samples(subject.train_dataloader).batch(2))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from accelerate_lshdp.profiling.memory import ResidentMeter, free_in_control_group
 from accelerate_lshdp.profiling.probing import (
     MEMORY_MARGIN,
-    Found,
-    Limits,
     NothingFits,
     OutOfMemory,
+    SearchLimits,
+    SizeSearch,
     Trial,
     find_sizes,
     probe_sizes,
@@ -54,7 +54,9 @@ class Rank:
         self.seconds, self.memory, self.capacity, self.samples = seconds, memory, capacity, samples
         self.budget = budget
         self.tried: list[int] = []
-        self.limits = Limits(lambda wanted: min(wanted, samples), lambda: self.budget, base_bytes=memory(0), **limits)
+        self.limits = SearchLimits(
+            lambda wanted: min(wanted, samples), lambda: self.budget, base_bytes=memory(0), **limits
+        )
 
     def attempt(self, size: int) -> Trial:
         self.tried.append(size)
@@ -63,7 +65,7 @@ class Rank:
             raise OutOfMemory
         return Trial(self.seconds(size), self.memory(size))
 
-    def find(self) -> Found:
+    def find(self) -> SizeSearch:
         return find_sizes(self.attempt, self.limits)
 
 

@@ -516,13 +516,13 @@ def test_what_is_learned_is_positive_and_goes_through_what_was_seen() -> None:
             size, seconds = rng.randint(1, 60), rng.uniform(0.01, 2)
             for _ in range(rng.randint(4, 12)):
                 curve.record(size, seconds)
-                curve.take_change()
+                curve.detect_speed_change()
         assert (curve.table(100) > 0).all()
     curve = LearnedCurve()
     for size in (4, 8, 16, 32):
         for _ in range(20):
             curve.record(size, 0.3 + 0.05 * size)
-            assert curve.take_change() is None
+            assert curve.detect_speed_change() is None
     expected = 0.3 + 0.05 * np.arange(1, 65)
     np.testing.assert_allclose(curve.table(64), expected, rtol=0.02)
 
@@ -532,7 +532,7 @@ def record(curve: LearnedCurve, size: int, *seconds: float) -> list[float]:
     changes = []
     for value in seconds:
         curve.record(size, value)
-        changes.append(curve.take_change())
+        changes.append(curve.detect_speed_change())
     return [change for change in changes if change is not None]
 
 

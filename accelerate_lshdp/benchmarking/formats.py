@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group, wire_bytes
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
-from accelerate_lshdp.profiling.handling import SIZES, cpu_seconds_of
+from accelerate_lshdp.profiling.communication_cost import SIZES, reduction_cpu_seconds
 
 
 #: Columns of the matrices that messages consist of, as in a transformer: PowerSGD compresses nothing but matrices.
@@ -36,7 +36,7 @@ def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
     reduction = make_reduction(communication, dist.group.WORLD, second_group)
     large = torch.empty(max(SIZES) // 4, device="meta")
     model = torch.empty(sum(shape.numel() for shape in shapes), device="meta")
-    points = cpu_seconds_of(_OfMatrices(reduction))
+    points = reduction_cpu_seconds(_OfMatrices(reduction))
     if second_group is not None:
         dist.barrier()
         dist.destroy_process_group(second_group)

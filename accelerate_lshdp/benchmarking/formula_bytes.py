@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, strategy_traits
 from accelerate_lshdp.planning.cost.cluster_model import ModelSize
-from accelerate_lshdp.planning.cost.strategy_time import WIRE_SHARES
+from accelerate_lshdp.planning.cost.wire_sizes import WIRE_SHARES
 
 
 def formula_bytes(

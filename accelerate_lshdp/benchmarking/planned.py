@@ -19,9 +19,10 @@ from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, group_sizes, strategy_traits
 from accelerate_lshdp.planning import plan_fixed_total
-from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.step_simulation import Processors
-from accelerate_lshdp.planning.cost.strategy_time import predict_step, reduction_bytes
+from accelerate_lshdp.planning.cost.strategy_time import predict_step
+from accelerate_lshdp.planning.cost.wire_sizes import reduction_bytes
 
 
 #: Of the emulated nodes' CPU quotas.
@@ -37,11 +38,11 @@ class Format:
 
     Args:
         wire_bytes: of all gradients of the model: an all-reduce of so many sends as much.
-        handling: CPU seconds of one core.
+        communication_cost: CPU seconds of one core.
     """
 
     wire_bytes: float
-    handling: Handling
+    communication_cost: CommunicationCost
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ class Knowledge:
         described, measured = self.networks[network]
         format = self.formats[case.communication_dtype]
         overheads = self.plain_overheads if case.is_peer else self.overheads
-        handling = self._under_load(format.handling)
+        communication_cost = self._under_load(format.communication_cost)
         if has_units(case):
-            handling = replace(
-                handling,
+            communication_cost = replace(
+                communication_cost,
                 seconds_per_collective=0.0,  # it is in those of a unit
                 copy_seconds_per_byte=overheads.copy_seconds_per_byte,
                 seconds_per_unit=overheads.seconds_per_unit,
@@ -145,7 +146,9 @@ class Knowledge:
         cluster = ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
-            handling=tuple(handling.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes),
+            communication_costs=tuple(
+                communication_cost.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes
+            ),
             processors=self._processors(speed),
             shared_memory=self.shared_memory and not case.is_peer,
             message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
@@ -180,7 +183,7 @@ class Knowledge:
     def _profiles(self, case: Case, speed: Speed) -> list[RankProfile]:
         """The ranks at their speed, with the optimizer step that they do under a strategy.
 
-        What sending takes of them is in the cluster's `handling` and in `_loads`.
+        What sending takes of them is in the cluster's `communication_costs` and in `_loads`.
         """
         traits = strategy_traits(case.strategy)
         sizes = group_sizes(traits, [node.ranks for node in self.nodes])
@@ -206,21 +209,24 @@ class Knowledge:
         def cost(name: str) -> float:
             format, count = self.formats[name], len(reduction_bytes(self.profile.bucket_bytes, name))
             handled = max(ring.handled_bytes) / max(nodes) * format.wire_bytes
-            return handled * format.handling.seconds_per_byte + count * format.handling.seconds_per_collective
+            return (
+                handled * format.communication_cost.seconds_per_byte
+                + count * format.communication_cost.seconds_per_collective
+            )
 
         exact = cost(FULL_PRECISION)
         share = cost(case.communication_dtype) / exact if exact > 0 else 1.0
         loads = [rank.communication_load_seconds for rank in self.profile.ranks]
         return [share * slowdown * load for slowdown, load in zip(speed.slowdowns, loads, strict=True)]
 
-    def _under_load(self, handling: Handling) -> Handling:
+    def _under_load(self, communication_cost: CommunicationCost) -> CommunicationCost:
         """What communication takes while ranks compute.
 
-        `handling` was measured on ranks that did nothing else. The profile's rehearsed steps show what it takes beside
-        computing, where both use the same caches: the ratio of the two holds for all exchanges.
+        `communication_cost` was measured on ranks that did nothing else. The profile's rehearsed steps show what it
+        takes beside computing, where both use the same caches: the ratio of the two holds for all exchanges.
         """
         nodes = [node.ranks for node in self.nodes]
-        exact = self.formats[FULL_PRECISION].handling
+        exact = self.formats[FULL_PRECISION].communication_cost
         collectives = collectives_of(strategy_traits(str(self.profile.strategy)), nodes)
         exchange = (collectives.all_reduce or ring_all_reduce)(self.model.gradient_bytes, nodes)
         count = len(self.profile.bucket_bytes)
@@ -233,10 +239,10 @@ class Knowledge:
                 loaded += sum(of_ranks) * node.cpu / node.ranks
         ratio = max(1.0, loaded / idle) if idle > 0 else 1.0
         return replace(
-            handling,
-            seconds_per_byte=ratio * handling.seconds_per_byte,
-            seconds_per_collective=ratio * handling.seconds_per_collective,
-            conversion_seconds_per_byte=ratio * handling.conversion_seconds_per_byte,
+            communication_cost,
+            seconds_per_byte=ratio * communication_cost.seconds_per_byte,
+            seconds_per_collective=ratio * communication_cost.seconds_per_collective,
+            conversion_seconds_per_byte=ratio * communication_cost.conversion_seconds_per_byte,
         )
 
     def _link(self, described: NetworkDescription, measured: Network) -> Link:
@@ -280,7 +286,7 @@ def read_formats(told: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> dic
             ``wire_bytes`` of the whole model.
         nodes: ranks on each node.
     """
-    from accelerate_lshdp.profiling.handling import fit_handling
+    from accelerate_lshdp.profiling.communication_cost import fit_communication_cost
 
     def points(name: str) -> list[tuple[int, float]]:
         of_sizes = zip(*(rank[name]["points"] for rank in told), strict=True)
@@ -289,6 +295,6 @@ def read_formats(told: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> dic
     formats = {}
     for name, entry in told[0].items():
         lossy = None if name == "fp32" else points(name)
-        handling = fit_handling(points("fp32"), nodes, lossy, entry["wire_share"])
-        formats[name] = Format(entry["wire_bytes"], handling)
+        communication_cost = fit_communication_cost(points("fp32"), nodes, lossy, entry["wire_share"])
+        formats[name] = Format(entry["wire_bytes"], communication_cost)
     return formats

@@ -55,7 +55,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, writes results and report, prints the tables.
+    """Measures all cases, writes results and report, and prints the tables.
 
     Returns:
         0; 1 if a limit is broken.
@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_emulation(config)
     from accelerate_lshdp.benchmarking.models import check_model
 
+    # Before the first measurement: a benchmark of hours must not end at its last model.
     for name, description in config.models.items():
         try:
             check_model(description)
@@ -81,8 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from accelerate_lshdp.benchmarking.results import run_benchmark
     from accelerate_lshdp.comparing.report import missing_library, print_results, write_report
-    from accelerate_lshdp.documents.atomic_files import write_whole
+    from accelerate_lshdp.documents.atomic_files import write_atomically
 
+    # Said before the measurements, when it can still be installed.
     missing = missing_library()
     if missing is not None:
         say(missing)
@@ -91,8 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     words = ["accelerate-lshdp", "bench", str(arguments.config), "--output-dir", str(arguments.output_dir)]
     command = shlex.join([*words, *(["--in-process"] if arguments.in_process else [])])
     results = run_benchmark(config, in_process=arguments.in_process, command=command, say=say)
+    # Results first: a report can be written again from them.
     path = arguments.output_dir / RESULTS_FILE
-    write_whole(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(results, indent=2, allow_nan=False) + "\n")
     written = [path, *write_report(results, arguments.output_dir)]
     print_results(results)
     print(f"wrote {', '.join(map(str, written))}")
@@ -100,7 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_emulation(config: object) -> None:
-    """Raises ValueError, with what is missing, where clusters cannot be emulated."""
+    """Checks that this machine can emulate all clusters of a configuration.
+
+    Raises:
+        ValueError: it cannot; the message says what is missing.
+    """
     from accelerate_lshdp.emulated_cluster import ClusterDescription, EmulatedCluster
 
     for nodes in config.clusters.values():
@@ -114,5 +121,5 @@ def require_emulation(config: object) -> None:
 
 
 def say(what: str) -> None:
-    """Tells whoever waits what is going on."""
+    """Prints a status line on stderr."""
     print(f"... {what}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a profile says of the machine that was measured: whether something else ran on it meanwhile."""
+"""Hints from a profile that other programs disturbed its measurements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelerate_lshdp.documents.profile import Profile
 
-#: Measurements of one size that vary by more than this share were not alone on their machine.
+#: Relative spread of one size's measurements above which other programs are likely to have disturbed them.
 BUSY_SPREAD = 0.10
 BUSY_ADVICE = f"above {BUSY_SPREAD:.0%}: the machine was busy, measure again"
-# Emulated and measured slowness that differ by more say that something else slowed the ranks.
+# Factor between emulated and measured slowdown above which something else must have slowed a rank.
 _SAME_SLOWNESS = 1.33
 
 
 def busy_hint(profile: Profile) -> str | None:
-    """One sentence that names the rank whose measured times varied most, if they varied much."""
+    """One sentence about the rank whose measured times varied most; None if they varied by at most `BUSY_SPREAD`."""
     worst = max(profile.ranks, key=lambda rank: max(rank.spread))
     if max(worst.spread) <= BUSY_SPREAD:
         return None
@@ -27,13 +27,13 @@ def busy_hint(profile: Profile) -> str | None:
 
 
 def unlike_emulation(profile: Profile, batch_sizes: list[int], slowed: int, slowdown: float) -> str | None:
-    """Why a plan for two ranks does not show that one of them is slowed.
+    """The reason why a plan for two ranks does not show that one of them is slowed by emulation.
 
     Args:
-        profile: of both ranks.
-        batch_sizes: what was planned.
+        profile: the profile of both ranks.
+        batch_sizes: the planned batch sizes.
         slowed: the rank that is slowed.
-        slowdown: how many times as long it takes by emulation.
+        slowdown: the factor by which it is slowed.
 
     Returns:
         None where the profile shows the emulation and the plan follows it.
@@ -42,6 +42,7 @@ def unlike_emulation(profile: Profile, batch_sizes: list[int], slowed: int, slow
         return None
     other = 1 - slowed
     slow, fast = profile.ranks[slowed], profile.ranks[other]
+    # At the largest size that both have: there constant parts, which are not slowed, matter least.
     size = min(slow.max_micro_batch_size, fast.max_micro_batch_size)
     measured = slow.time(size) / fast.time(size)
     if not slowdown / _SAME_SLOWNESS <= measured <= slowdown * _SAME_SLOWNESS:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Amounts of memory as people write and read them, ``8GB``, and speeds."""
+"""Reading and writing amounts of memory such as ``8GB``, and writing speeds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Upper case: users write kb, Kb and KB for the same amount.
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """``accelerate-lshdp config``: the accelerate YAML of each node, from a plan or from flags.
 
-What accelerate's launcher makes of a YAML (its ``utils/launch.py``) decides what these files say:
+The files follow from how accelerate's launcher (its ``utils/launch.py``) interprets them:
 
 * It starts ``num_processes // num_machines`` processes on a node. torch's static rendezvous then numbers the ranks by
   adding up what each node really started. So a node with r ranks gets ``num_processes = r * num_machines``, which is
@@ -31,7 +31,7 @@ _LARGEST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The machines of one run, as their launchers have to know them.
+    """The nodes of one run, with all that the launcher of each node has to know.
 
     Args:
         node_sizes: ranks on each node, in rank order.
@@ -69,17 +69,20 @@ class Layout:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes."""
         return len(self.node_sizes)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks on all nodes."""
         return sum(self.node_sizes)
 
     @property
     def port(self) -> int:
-        """What accelerate is told; 0 lets it choose a free port."""
+        """The port for accelerate's option; 0 lets accelerate choose a free port."""
         if self.main_port is not None:
             return self.main_port
+        # On several nodes all have to know the port before node 0 listens, so it cannot be chosen freely.
         return DEFAULT_PORT if self.num_nodes > 1 else 0
 
     @property
@@ -95,7 +98,7 @@ class Layout:
         return " ".join(flags)
 
     def file_name(self, node: int, name: str | None = None) -> str:
-        """``node1.yaml``; with a name, ``NAME_node1.yaml``, or ``NAME.yaml`` if there is one node."""
+        """The file name of a node: ``node1.yaml``; with a name ``NAME_node1.yaml``, or ``NAME.yaml`` for one node."""
         if name is None:
             return f"node{node}.yaml"
         return f"{name}.yaml" if self.num_nodes == 1 else f"{name}_node{node}.yaml"
@@ -125,9 +128,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANKS,...",
         help="ranks on each node, such as 1,2 (default: the plan's)",
     )
+    # Neither is a default: without a flag the plan's nodes decide, and `launch` asks torch.
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--cpu", dest="device", action="store_const", const="cpu", help="train on CPUs (gloo)")
     device.add_argument("--gpu", dest="device", action="store_const", const="gpu", help="train on GPUs (NCCL)")
+    # Second spellings are those of `accelerate launch`.
     parser.add_argument(
         "--main-ip", "--main_process_ip", metavar="IP", help="address of node 0, as the other nodes see it"
     )
@@ -142,7 +147,7 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_node_sizes(text: str) -> tuple[int, ...]:
-    """Ranks per node from ``1,2``."""
+    """The number of ranks on each node from a text such as ``1,2`` (argparse ``type``)."""
     try:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -156,16 +161,17 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
     """The layout that flags and plan describe together.
 
     Args:
-        arguments: with what `add_layout_arguments` adds.
-        plan: its cluster stands for flags that were not given.
-        default_device: where neither flag nor plan says it.
+        arguments: parsed arguments with those of `add_layout_arguments`.
+        plan: the plan, whose cluster replaces flags that were not given.
+        default_device: the device where neither flag nor plan names one.
 
     Raises:
         PlanError: flags contradict the plan.
-        ValueError: something is missing.
+        ValueError: a value is missing; the message names the flag.
     """
     cluster = None if plan is None else plan.cluster
     planned_sizes = None if cluster is None else tuple(cluster.node_sizes)
+    # Flags may repeat what the plan says, but not contradict it: the plan's batch sizes are in rank order.
     node_sizes = arguments.nodes or planned_sizes
     if node_sizes is None:
         ranks = "" if plan is None or plan.world_size is None else f" (the plan has {plan.world_size} ranks)"
@@ -198,6 +204,7 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
 
 def _planned_device(cluster: Cluster | None) -> str | None:
     """ "cpu" or "gpu" if the plan's nodes say so; None if they do not."""
+    # A plan names products ("NVIDIA A100") where it comes from a profile; everything but "cpu" is a GPU.
     named = [] if cluster is None else [node.device for node in cluster.nodes if node.device is not None]
     devices = {"cpu" if device.lower() == "cpu" else "gpu" for device in named}
     if len(devices) > 1:
@@ -215,8 +222,9 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
     Args:
         layout: the whole run.
         node: which of its nodes.
-        name: as in `Layout.file_name`, for the comment that tells how the file was written.
+        name: as in `Layout.file_name`, for the comment with the command that wrote the file.
     """
+    # The header tells the ranks of this node, so that a file copied to a wrong node can be recognised.
     first = sum(layout.node_sizes[:node])
     ranks = layout.node_sizes[node]
     numbers = f"rank {first}" if ranks == 1 else f"ranks {first} to {first + ranks - 1}"
@@ -258,6 +266,7 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
 def _type_lines(layout: Layout) -> list[str]:
     if layout.device == "gpu":
         lines = ["# Only how processes are started. How the model is placed is the plan's strategy, not set here."]
+        # Quoted: YAML reads a bare NO as false.
         kind = "MULTI_GPU" if layout.world_size > 1 else '"NO"'
         lines.append(f"distributed_type: {kind}")
         return [
@@ -288,6 +297,7 @@ def _rendezvous_lines(layout: Layout) -> list[str]:
     if layout.world_size == 1:
         return []
     if layout.num_nodes == 1:
+        # Two runs on one machine must not meet at the default port.
         return ["# 0 is any free port.", f"main_process_port: {layout.port}"]
     interface = "GLOO_SOCKET_IFNAME=eth0" + ("" if layout.device == "cpu" else ", NCCL_SOCKET_IFNAME=eth0")
     return [
@@ -304,26 +314,36 @@ def _rendezvous_lines(layout: Layout) -> list[str]:
 
 
 def check_with_accelerate(text: str) -> None:
-    """Reads a YAML as accelerate's launcher does.
+    """Checks a YAML by reading it as accelerate's launcher does.
 
     Raises:
         ValueError: if the installed accelerate does not accept it.
     """
     from accelerate.commands.config.config_args import load_config_from_file
 
+    # accelerate reads files only.
     with vanishing_file("config.yaml", text) as file:
         load_config_from_file(str(file))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the files: all of them, or none if one exists with other content."""
+    """Writes the YAML of each node: all files, or none if one exists with other content.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: impossible arguments, or a file would be replaced.
+    """
     plan = None if arguments.plan is None else Plan.load(arguments.plan)
     layout = make_layout(arguments, plan)
+    # All texts before the first file: an error leaves the folder as it was.
     texts = {}
     for node in range(layout.num_nodes):
         text = render_node(layout, node, arguments.name)
         check_with_accelerate(text)
         texts[arguments.output_dir / layout.file_name(node, arguments.name)] = text
+    # A file with the same content may be written again: the command can be repeated.
     taken = [str(path) for path, text in texts.items() if path.exists() and path.read_text(encoding="utf-8") != text]
     if taken and not arguments.force:
         raise ValueError(f"{', '.join(taken)} would be replaced; give --force, or another --output-dir or --name")

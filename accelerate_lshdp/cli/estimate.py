@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp estimate``: all strategies for a model on a described cluster, before anything is bought or run.
+"""``accelerate-lshdp estimate``: predicts memory, bytes and step times of all strategies on a described cluster.
 
 Needs neither weights nor devices nor the cluster.
 """
@@ -83,7 +83,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimates, and prints a table and what to choose.
+    """Estimates all strategies; prints a table and the strategy to choose.
+
+    Returns:
+        0.
 
     Raises:
         ValueError: impossible arguments or files; it says what to change.
@@ -95,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"found --sequence-length {arguments.sequence_length}, expected at least 1")
     from accelerate_lshdp.estimation.cluster_file import load_cluster
 
+    # Files before the imports below, which take seconds: a wrong path is answered at once.
     cluster = load_cluster(arguments.cluster)
     profiles = None if arguments.profile is None else _profiles(arguments.profile)
     from transformers.utils import logging
@@ -105,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from accelerate_lshdp.estimation.model_measurement import measure_config
     from accelerate_lshdp.estimation.model_sources import load_config
 
-    logging.set_verbosity_error()  # advice about models that are to be used
+    logging.set_verbosity_error()  # its warnings are about models that will be used
     model = measure_config(
         load_config(arguments.model),
         mixed_precision=arguments.precision,
@@ -129,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles(path: str) -> list[RankProfile]:
-    """Ranks as measured, without what communication added."""
+    """The measured ranks, without the load of communication, which the estimate adds for each strategy itself."""
     from accelerate_lshdp.documents.profile import Profile
 
     return [
@@ -141,6 +145,7 @@ def _profiles(path: str) -> list[RankProfile]:
 def _document(
     arguments: argparse.Namespace, model: MeasuredModel, estimates: list[Estimate], advice: Advice
 ) -> dict[str, Any]:
+    """The JSON document of ``--json``: seconds, bytes and samples."""
     return {
         "version": 1,
         "kind": "estimate",

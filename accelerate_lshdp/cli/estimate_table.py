@@ -23,10 +23,14 @@ def print_estimates(
     *,
     is_measured: bool,
 ) -> None:
-    """Prints all strategies and what to choose, at most 100 columns wide.
+    """Prints all strategies and those to choose, at most 100 columns wide.
 
     Args:
-        is_measured: speeds come from a profile, not from data sheets.
+        model: the measured model.
+        cluster: nodes and network.
+        estimates: of all strategies, those of one strategy next to each other.
+        advice: the strategies to choose, which are highlighted.
+        is_measured: whether speeds come from a profile, not from data sheets.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -50,6 +54,7 @@ def print_estimates(
     for estimate in estimates:
         chosen = estimate is advice.exact or estimate is advice.lossy
         table.add_row(
+            # A strategy's name stands in its first row only.
             "" if estimate.strategy == before else estimate.strategy,
             estimate.communication_dtype,
             _most(estimate.device_bytes),
@@ -89,6 +94,7 @@ def describe_batches(micro_batches: Sequence[tuple[int, int]]) -> str:
 
 
 def _most(values: Sequence[float | None]) -> str:
+    # None: a node whose ranks compute in host memory.
     known = [value for value in values if value is not None]
     return format_bytes(max(known)) if known else "-"
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """``accelerate-lshdp launch``: runs a script on this node, through ``accelerate launch`` and ``accelerate_lshdp.run``.
 
-What it adds to the two: the number of processes comes from the plan, mistakes in the layout are found before any
+In addition to these two: the number of processes comes from the plan, mistakes in the layout are found before any
 process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's. With
 ``--auto`` there is no plan to write: the script's own batch size says how large a global batch is, and the run finds
 how to divide it.
@@ -26,7 +26,7 @@ from accelerate_lshdp.cli.config import (
     render_node,
 )
 from accelerate_lshdp.cli.launch_config import read_launch_config
-from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, waits_told
+from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
@@ -94,6 +94,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python file (or module) to run")
+    # The remainder belongs to the script, also flags that have the names of ours.
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
     parser.set_defaults(run=run)
 
@@ -105,8 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
     """
     plan = _plan(arguments)
+    # Each rank would say this in a traceback of its own.
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    # Temporary files have to stay until all ranks have ended.
     with ExitStack() as stack:
         if arguments.config_file is None:
             # Even on one machine: without a file, accelerate would use the user's default configuration.
@@ -116,10 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
             file = arguments.config_file
             given, overrides = str(file), _overrides(arguments)
 
-        def corrected(text: str) -> Path:
+        def write_normalised(text: str) -> Path:
             return stack.enter_context(vanishing_file("as_meant.yaml", text))
 
-        config, understood = read_launch_config(file, corrected)
+        # Mistakes in the layout are found here: processes that have started would wait for each other until a timeout.
+        config, config_file = read_launch_config(file, write_normalised)
         if not config.use_cpu and _local_device() == "cpu":
             raise ValueError(
                 f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
@@ -127,17 +131,18 @@ def run(arguments: argparse.Namespace) -> int:
             )
         _check_plan(plan, config, given)
         _set_environment(arguments, plan, config)
-        _say(config, arguments)
+        _print_launch(config, arguments)
         if config.num_machines > 1:
-            stack.enter_context(waits_told(_meeting(plan, config, arguments), has_started_ranks))
+            stack.enter_context(report_waiting(_meeting(plan, config, arguments), has_started_ranks))
+        # accelerate starts the shim as a module, which runs the script with its Accelerator replaced by ours.
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
-            ["--config_file", str(understood), *overrides, *shim, arguments.script, *arguments.script_args]
+            ["--config_file", str(config_file), *overrides, *shim, arguments.script, *arguments.script_args]
         )
 
 
 def _plan(arguments: argparse.Namespace) -> Plan | None:
-    """What the ranks will be told; None: every loader keeps its own batch size on every rank."""
+    """The plan of the run; None: every loader keeps its own batch size on every rank."""
     if arguments.plan is not None:
         return Plan.load(arguments.plan)
     if not arguments.auto:
@@ -150,12 +155,13 @@ def _plan(arguments: argparse.Namespace) -> Plan | None:
         raise ValueError("found --keep-plan-total together with --auto, which has no total of its own; leave one out")
     from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 
+    # Strategy and format may come from the environment, which the plugin reads.
     options = LSDPPlugin().resolve()
     return replace(Plan.auto(strategy=options.strategy), communication=options.communication)
 
 
 def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
-    """This node's configuration file for accelerate, as the arguments and the plan say."""
+    """The text of this node's configuration file for accelerate, from the arguments and the plan."""
     if arguments.nodes is None and (plan is None or plan.cluster is None):
         ranks = _local_devices(arguments) if arguments.auto else None if plan is None else plan.world_size
         if ranks is None:
@@ -164,6 +170,7 @@ def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
                 " --config_file"
             )
         arguments.nodes = (ranks,)
+    # Each node has a launcher of its own, and all of them must come to the same layout.
     layout = make_layout(arguments, plan, default_device=_local_device())
     node = arguments.node_rank
     if node is None and layout.num_nodes > 1:
@@ -171,13 +178,18 @@ def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
     node = node or 0
     if not 0 <= node < layout.num_nodes:
         raise ValueError(f"found --node-rank {node}, expected one from 0 to {layout.num_nodes - 1}")
+    # The installed accelerate may refuse what another version accepts.
     text = render_node(layout, node)
     check_with_accelerate(text)
     return text
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """What may be given beside a configuration file; the rest must be changed in all nodes' files together."""
+    """accelerate's arguments for flags that may be combined with a configuration file.
+
+    Raises:
+        ValueError: a flag contradicts what all nodes' files say together.
+    """
     fixed = {"--nodes": arguments.nodes, "--node-rank": arguments.node_rank, "--cpu/--gpu": arguments.device}
     given = [flag for flag, value in fixed.items() if value is not None]
     if given:
@@ -197,15 +209,15 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _local_ranks(config: ClusterConfig) -> int:
-    """How many processes accelerate starts on this node."""
+    """The number of processes that accelerate starts on this node."""
     return config.num_processes // config.num_machines
 
 
 def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
-    """Finds here what every rank would find after it has connected.
+    """Checks the plan against the layout, which every rank would do only after it has connected.
 
     Args:
-        given: where the configuration comes from.
+        given: the source of the configuration, for the message.
 
     Raises:
         PlanError: the plan needs other numbers of ranks than this node's configuration starts.
@@ -214,6 +226,7 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
         return
     here = _local_ranks(config)
     node, nodes = config.machine_rank, config.num_machines
+    # A configuration file knows this node's ranks only, so the world is compared where there is one node.
     if plan.cluster is not None:
         sizes = plan.cluster.node_sizes
         if len(sizes) != nodes or sizes[node] != here:
@@ -233,22 +246,24 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
 
 
 def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: ClusterConfig) -> None:
+    """Sets the environment variables that this node's ranks inherit."""
     if arguments.plan is not None:
+        # Absolute: the script may change its working directory before it makes an accelerator.
         os.environ[PLAN_VARIABLE] = os.path.abspath(arguments.plan)
     elif arguments.auto:
         os.environ[PLAN_VARIABLE] = json.dumps(plan.to_dict())
     if arguments.keep_plan_total:
         os.environ["LSDP_KEEP_PLAN_TOTAL"] = "1"
     if config.use_cpu:
-        # accelerate tells only a single process that it is on a CPU; several would use the GPU of a machine with one.
+        # accelerate sets it for a single process only; several processes would use the GPU of a machine that has one.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    # accelerate's own choice is one thread a rank on GPU nodes, where a host optimizer needs more, and it fails on
-    # machines that do not tell their number of physical cores.
+    # accelerate's own choice is one thread a rank on GPU nodes, where a host optimizer needs more, and it fails where
+    # the number of physical cores is not known.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // _local_ranks(config))))
 
 
 def _usable_cores() -> int:
-    """Physical cores that this process may use, as far as the system tells."""
+    """The number of physical cores that this process may use, within its affinity and CPU quota."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     from accelerate_lshdp.runtime.cpu_cores import allowed_cores, cpu_quota, usable_cores
@@ -257,13 +272,14 @@ def _usable_cores() -> int:
 
 
 def _local_device() -> str:
+    """The kind of device of this machine's ranks: "gpu" or "cpu"."""
     from accelerate_lshdp.runtime.backend import has_accelerator
 
     return "gpu" if has_accelerator(several_ranks=True) else "cpu"
 
 
 def _local_devices(arguments: argparse.Namespace) -> int:
-    """The ranks that this machine has room for: one a GPU; one rank uses all CPUs."""
+    """The number of ranks for this machine: one a GPU, or one rank with all CPUs."""
     if arguments.device == "cpu" or _local_device() == "cpu":
         return 1
     import torch
@@ -271,7 +287,7 @@ def _local_devices(arguments: argparse.Namespace) -> int:
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else torch.accelerator.device_count()
 
 
-def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:
+def _print_launch(config: ClusterConfig, arguments: argparse.Namespace) -> None:
     place = f"node {config.machine_rank} of {config.num_machines}: " if config.num_machines > 1 else ""
     count = _local_ranks(config)
     device = "CPU" if config.use_cpu else "GPU"
@@ -284,6 +300,8 @@ def _say(config: ClusterConfig, arguments: argparse.Namespace) -> None:
 
 
 def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Namespace) -> Meeting:
+    """The rendezvous of the nodes: address and port from the flags, else from the configuration."""
+    # The same precedence as accelerate's own.
     address = arguments.main_ip or config.main_process_ip or "127.0.0.1"
     port = arguments.main_port or config.main_process_port or DEFAULT_PORT
     addresses: list[str | None] = [None] * config.num_machines
@@ -293,7 +311,7 @@ def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Names
 
 
 def _accelerate_launch(argv: list[str]) -> int:
-    """``accelerate launch`` in this process, where its errors still hold the exit code of the script."""
+    """Runs ``accelerate launch`` in this process, where exceptions hold the script's exit code; returns that code."""
     from subprocess import CalledProcessError
 
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -301,14 +319,15 @@ def _accelerate_launch(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     end_with_launcher()  # where another command has started this one
+    # Ranks end with this process, also when it is killed and cannot end them.
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         # torch makes a folder for logs that we do not ask for, and leaves it behind.
         launch_command(launch_command_parser().parse_args(["--log_dir", os.devnull, *argv]))
-    except ChildFailedError as error:
+    except ChildFailedError as error:  # several ranks; the first failure is the cause, others follow from it
         print(error, file=sys.stderr)
         return _shell_code(error.get_first_failure()[1].exitcode)
-    except CalledProcessError as error:
+    except CalledProcessError as error:  # a single rank
         return _shell_code(error.returncode)
     except SignalException as signal:
         return _SIGNAL_BASE + int(signal.sigval)
@@ -316,4 +335,5 @@ def _accelerate_launch(argv: list[str]) -> int:
 
 
 def _shell_code(returncode: int) -> int:
+    """The exit code as a shell has it, from Python's return code (negative: ended by that signal)."""
     return returncode if returncode >= 0 else _SIGNAL_BASE - returncode

@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A node's accelerate YAML (or JSON) as ``launch`` reads it: strictly, but for what YAML makes of people's spelling.
+"""Strict reading of a node's accelerate YAML (or JSON) for ``launch``, with conversion of misread values.
 
-YAML reads an unquoted ``no`` as false, and people quote numbers. accelerate takes both as they are and dies of them
-in the middle of a launch, so they are put right here, and accelerate gets a file that says what was meant.
+YAML reads an unquoted ``no`` as false, and users quote numbers. accelerate takes both as they are and fails in the
+middle of a launch. So such values are converted here, and accelerate gets a corrected file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
 _ADVICE = "write one with accelerate-lshdp config"
-_NOT_SAID = -1  # accelerate's own number of processes, where a file has none
-#: key: (least, most)
+_NOT_SAID = -1  # accelerate's default of num_processes
+#: Keys with integers: (least, most).
 _WHOLE_NUMBERS = {
     "num_processes": (_NOT_SAID, LARGEST_BATCH),
     "num_machines": (1, LARGEST_BATCH),
@@ -36,22 +36,23 @@ _TABLES = (
 )
 _LISTS = ("commands", "tpu_vm", "tpu_env")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
-#: What accelerate calls a table in files of its earlier versions, or a word in those of later ones.
+#: Keys whose type depends on the version of accelerate.
 _UNCHECKED = ("fp16", "dynamo_backend", "downcast_bf16", "compute_environment")
 
 
 def read_launch_config(file: Path, write: Callable[[str], Path]) -> tuple[ClusterConfig, Path]:
-    """What a node's configuration file says, and the file that accelerate is to be given.
+    """A node's configuration, and the file to give to accelerate.
 
     Args:
-        file: what the user gave.
-        write: makes a YAML file of a text, for accelerate, if it would not understand `file`.
+        file: the file that the user gave.
+        write: writes a YAML text to a file, for accelerate, if it would read `file` differently; returns its path.
 
     Raises:
         ValueError: the file cannot be read, or is no configuration of one machine; it says where and why.
     """
     if not file.is_file():
         raise ValueError(f"there is no configuration file {str(file)!r}; {_ADVICE}")
+    # Every error below names the file, by this one block.
     with located(source=str(file)):
         text = read_text(file, "configuration of accelerate")
         parse = parse_json if file.suffix == ".json" else parse_yaml  # as accelerate chooses
@@ -62,33 +63,34 @@ def read_launch_config(file: Path, write: Callable[[str], Path]) -> tuple[Cluste
                 f"found {describe(document)}, which is not a configuration of accelerate, expected keys and values;"
                 f" {_ADVICE}"
             )
-        meant = {key: _as_meant(key, value) for key, value in document.items()}
-        if meant.get("distributed_type") == "NO" and meant.get("num_processes", _NOT_SAID) == _NOT_SAID:
-            meant["num_processes"] = 1  # which is what that type says
-        _check_whole(meant)
-    if not _is_read_as(meant, text, file):
-        file = write(json.dumps(meant, indent=1))  # JSON is YAML, too
+        normalised = {key: _normalised(key, value) for key, value in document.items()}
+        if normalised.get("distributed_type") == "NO" and normalised.get("num_processes", _NOT_SAID) == _NOT_SAID:
+            normalised["num_processes"] = 1  # which is what that type says
+        _check_whole(normalised)
+    if not _is_read_as(normalised, text, file):
+        file = write(json.dumps(normalised, indent=1))  # JSON is YAML, too, and quotes all strings
     from accelerate.commands.config.config_args import load_config_from_file
 
     return load_config_from_file(str(file)), file
 
 
-def _is_read_as(meant: dict[str, Any], text: str, file: Path) -> bool:
-    """Whether accelerate reads the same from the text as `read_launch_config` does, types included."""
+def _is_read_as(normalised: dict[str, Any], text: str, file: Path) -> bool:
+    """Whether accelerate reads the same values from the text as `read_launch_config`, types included."""
     import yaml
 
     try:
         read = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except ValueError:  # such as of dates, which are strings here
         return False
-    return repr(read) == repr(meant)
+    # repr, as `==` would take 1, 1.0 and True for the same.
+    return repr(read) == repr(normalised)
 
 
-def _as_meant(key: str, value: Any) -> Any:
-    """The value of a top-level key with the type that accelerate expects.
+def _normalised(key: str, value: Any) -> Any:
+    """The value of a top-level key, converted to the type that accelerate expects.
 
     Raises:
-        PlanError: it can mean nothing there.
+        PlanError: the value cannot be converted.
     """
     if value is None or key in _UNCHECKED:
         return value
@@ -99,6 +101,7 @@ def _as_meant(key: str, value: Any) -> Any:
         value = spoken.get(value.strip().lower(), value) if isinstance(value, str) else value
         _require(isinstance(value, bool), key, value, "true or false")
     elif key == "gpu_ids":
+        # `gpu_ids: 0` is an integer in YAML; accelerate splits a string.
         value = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         _require(isinstance(value, str), key, value, 'the numbers of GPUs, such as "0,2", or all')
     elif key in _TABLES:
@@ -108,12 +111,13 @@ def _as_meant(key: str, value: Any) -> Any:
     elif key in _WORDS:
         _require(isinstance(value, str), key, value, "a string (in quotes, if it looks like a number)")
     elif key == "mixed_precision":
+        # YAML 1.1 reads an unquoted no as false.
         value = "no" if value is False else value.lower() if isinstance(value, str) else value
         require_choice(value, key, _PRECISIONS)
     elif key == "distributed_type":
         from accelerate.utils import DistributedType
 
-        value = "NO" if value is False else value
+        value = "NO" if value is False else value  # as above
         require_choice(value, key, [kind.value for kind in DistributedType])
     return value
 
@@ -121,6 +125,7 @@ def _as_meant(key: str, value: Any) -> Any:
 def _whole_number(key: str, value: Any) -> int:
     least, most = _WHOLE_NUMBERS[key]
     number = value
+    # A bound on the length, as int() of thousands of digits is slow and then refused by CPython.
     if isinstance(value, str) and len(value) <= 20:
         try:
             number = int(value)
@@ -137,13 +142,14 @@ def _require(holds: bool, key: str, value: Any, expected: str) -> None:
 
 
 def _check_whole(document: dict[str, Any]) -> None:
-    """Raises PlanError where the keys together are no configuration that can be launched here."""
+    """Raises PlanError where the keys together are no configuration that can be launched on this machine."""
     from dataclasses import fields
 
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.utils import ComputeEnvironment
 
     here = ComputeEnvironment.LOCAL_MACHINE.value
+    # Checked before unknown keys: a SageMaker file has many of them, and this is the reason.
     environment = document.get("compute_environment", here)
     if environment != here:
         raise PlanError(
@@ -171,6 +177,7 @@ def _check_whole(document: dict[str, Any]) -> None:
             f"found no number, expected that of the ranks of this node, times num_machines; {_ADVICE}.",
             path="num_processes",
         )
+    # accelerate divides the processes by the machines: a quotient of 0 would start nothing, without an error.
     if None in (processes, machines, rank) or not 0 <= rank < machines or processes // machines < 1:
         raise PlanError(
             f"found num_processes {processes}, num_machines {machines} and machine_rank {rank}, which starts no"

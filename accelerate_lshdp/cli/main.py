@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Entry point of ``accelerate-lshdp``.
+"""Entry point of the command ``accelerate-lshdp``.
 
 Each subcommand is a module of this package with a function ``register(subparsers)`` that adds its parser and sets
 ``run``, a function of the parsed arguments that returns the exit code. Modules import torch and accelerate inside
@@ -36,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments) or 0)
     except (PlanError, ValueError, OSError) as error:
+        # On one line: errors of user input need no traceback, and scripts can read them.
         print(f"accelerate-lshdp {arguments.subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
         return _USAGE_ERROR
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # 128 + SIGINT, as shells have it
         return _INTERRUPTED
 
 
@@ -49,9 +50,11 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train one model on machines of different speed and memory behind a slow network.",
         allow_abbrev=False,
     )
+    # No abbreviated flags, here and in every subcommand: they would change their meaning when a flag is added.
     parser.add_argument("--version", action="version", version=f"accelerate-lshdp {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     for name in SUBCOMMANDS:
+        # By name, so that one more subcommand is one more file and one more word above.
         importlib.import_module(f"accelerate_lshdp.cli.{name}").register(subparsers)
     return parser
 

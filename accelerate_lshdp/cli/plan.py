@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp plan``: the best batch sizes for what was measured, proved, as a plan with its YAML files.
+"""``accelerate-lshdp plan``: finds the best batch sizes for a profile, proves them, and writes a plan and YAML files.
 
 Needs neither torch nor a device: plans can be made on any computer that has the profile.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accelerate_lshdp.planning import BatchSizes
 
 DEFAULT_OUTPUT = Path("lshdp_plan.json")
-# Beyond these, exact planning with accumulation takes minutes, and then more memory than there is.
+# Beyond these values exact planning with accumulation takes minutes, and more memory than usual machines have.
 _LARGEST_TOTAL, _MOST_ACCUMULATION = 1_000_000, 256
 _TRAINING_SCRIPT = "YOUR_TRAINING_SCRIPT.py ITS_ARGUMENTS"
 _EPILOG = """\
@@ -98,7 +98,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes a plan, or checks one; prints what it says.
+    """Makes a plan, or verifies one, and prints it.
+
+    Returns:
+        0.
 
     Raises:
         ValueError: impossible arguments or files, a total that cannot be cut, or a certificate that does not hold.
@@ -111,6 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
+    # Without accumulation planning is linear in the ranks' curves, so no total is too large.
     for flag, value, most in (
         ("--total", None if arguments.no_accumulation else arguments.total, _LARGEST_TOTAL),
         ("--max-accumulation", arguments.max_accumulation, _MOST_ACCUMULATION),
@@ -120,12 +124,13 @@ def run(arguments: argparse.Namespace) -> int:
     from accelerate_lshdp.cli.plan_table import print_plan
     from accelerate_lshdp.planning.proofs.plan import verify_plan
 
+    # Cheap checks of paths and flags before the planning, which may take seconds.
     picture = _picture_path(arguments)
     profile = _profile(arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
     sizes, planned, equal = _choose(profile, arguments)
     plan = _make_plan(profile, sizes, planned)
-    verify_plan(plan)
+    verify_plan(plan)  # by code that shares nothing with the planner: a wrong plan is never written
 
     plan.save(arguments.output)
     written = [arguments.output]
@@ -146,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fitting_script(plan: Plan) -> str:
-    """Which unmodified scripts train with the plan."""
+    """One line about the scripts that can train with the plan, and the batch size that they need."""
     total, ranks = plan.total_batch_size, plan.world_size
     if plan.has_accumulation or total % ranks:
         return (
@@ -158,7 +163,8 @@ def _fitting_script(plan: Plan) -> str:
 
 
 def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
-    """How to train with the plan: a script that the user names, as what was profiled need not train anything."""
+    """The command that trains with the plan; its script is a placeholder, as the profiled one need not train."""
+    # On several nodes the launcher has to know which node it is: from its YAML, or from a flag.
     words = ["accelerate-lshdp", "launch"]
     several_nodes = len(profile.cluster.node_sizes) > 1
     if several_nodes and arguments.no_yaml:
@@ -170,15 +176,16 @@ def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
 
 
 def _picture_path(arguments: argparse.Namespace) -> Path | None:
-    """Where to draw; None: nowhere."""
+    """The path of the picture; None: no picture is drawn."""
     if arguments.no_picture:
         return None
     if find_spec("matplotlib") is None:
         missing = "matplotlib is not installed; pip install 'accelerate-lshdp[recipes]'"
         if arguments.picture is not None:
             raise ValueError(f"--picture {arguments.picture} cannot be drawn: {missing}")
-        _say(f"no picture: {missing}")
+        _print_note(f"no picture: {missing}")
         return None
+    # `--output plan.png` would make the picture's default name that of the plan.
     picture = arguments.picture or arguments.output.with_suffix(".png")
     if picture.absolute() == arguments.output.absolute():
         raise ValueError(f"the picture would replace the plan {arguments.output}; give --picture another name")
@@ -188,14 +195,15 @@ def _picture_path(arguments: argparse.Namespace) -> Path | None:
 
 
 def _profile(arguments: argparse.Namespace) -> Profile:
-    """The measured profile with what the arguments change in it."""
+    """The profile in the file, with the overrides of the arguments."""
     from accelerate_lshdp.documents.profile import Profile
 
     profile = Profile.load(arguments.profile)
+    # Overrides may be given in one --set with commas or in several.
     for text in ",".join(arguments.set).split(",") if arguments.set else []:
         profile = _override(profile, text.strip())
     if arguments.strategy not in (None, str(profile.strategy)):
-        _say(
+        _print_note(
             f"memory and communication were measured for {profile.strategy}, not for {arguments.strategy}; to have"
             f" them right: accelerate-lshdp profile --strategy {arguments.strategy}"
         )
@@ -228,7 +236,7 @@ def _override(profile: Profile, text: str) -> Profile:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--set {text}: {error}") from error
         if rank.limited_by == "memory" and limit > (rank.memory_limit_bytes or 0):
-            _say(
+            _print_note(
                 f"rank {number} was measured up to {rank.max_micro_batch_size} samples, when its memory was full; to"
                 " use more, profile again with the higher limit"
             )
@@ -237,7 +245,7 @@ def _override(profile: Profile, text: str) -> Profile:
 
 
 def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes, Prediction, Prediction | None]:
-    """The best sizes, what the profile predicts for them, and for an equal split of the same total (None: no fit)."""
+    """The best sizes, their prediction, and that of an equal split of the same total (None: it does not fit)."""
     from accelerate_lshdp.cli.plan_prediction import predict, split_equally
     from accelerate_lshdp.planning import plan_fixed_total, plan_max_throughput
 
@@ -246,6 +254,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
     most = arguments.max_accumulation if arguments.max_throughput else None
     allow_accumulation = not arguments.no_accumulation and (not arguments.max_throughput or most is not None)
     bucket_seconds = None if arguments.no_overlap else profile.bucket_seconds()
+    # Gradients that overlap are in the planner's finish times already.
     communication_seconds = 0.0 if bucket_seconds else profile.communication_seconds()
     options = {
         "allow_accumulation": allow_accumulation,
@@ -253,7 +262,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
         "shard_groups": profile.shard_groups(),
     }
     if arguments.max_throughput:
-        # Scripts have one batch size, which the ranks multiply.
+        # An unmodified script trains its own batch size times the number of ranks.
         options["multiple_of"] = 1 if allow_accumulation else len(ranks)
         sizes = plan_max_throughput(ranks, communication_seconds, **options, max_accumulation_steps=most)
     else:
@@ -267,6 +276,7 @@ def _choose(profile: Profile, arguments: argparse.Namespace) -> tuple[BatchSizes
 
 
 def _make_plan(profile: Profile, sizes: BatchSizes, planned: Prediction) -> Plan:
+    # Allowed only where it is needed: a plan with equal numbers also runs where loops must have equal lengths.
     counts = {steps for _, steps in sizes.micro_batches}
     return Plan.from_batch_sizes(
         sizes.micro_batches,
@@ -285,13 +295,14 @@ def _make_plan(profile: Profile, sizes: BatchSizes, planned: Prediction) -> Plan
 
 
 def _write_yamls(layout: Layout, folder: Path, force: bool) -> list[Path]:
-    """Writes each node's file, but keeps one that somebody has changed."""
+    """Writes the YAML of each node; a file with other content is kept unless `force` is set."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for node in range(layout.num_nodes):
         path, text = folder / layout.file_name(node), render_node(layout, node)
+        # Users add network interfaces and the like by hand; the plan itself is always written.
         if path.exists() and path.read_text(encoding="utf-8") != text and not force:
-            _say(f"{path} is kept, as it was changed (--force replaces it)")
+            _print_note(f"{path} is kept, as it was changed (--force replaces it)")
             continue
         path.write_text(text, encoding="utf-8")
         written.append(path)
@@ -311,5 +322,5 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"accelerate-lshdp plan: {text}", file=sys.stderr)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The picture of ``accelerate-lshdp plan``: the measured curves with the chosen points, and what the choice gains."""
+"""The picture of ``accelerate-lshdp plan``: measured curves with the chosen sizes, and seconds of every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_NAMED_RANKS = 14  # a longer legend would hide the curves
 
 
 def draw_picture(profile: Profile, planned: Prediction, equal: Prediction | None, path: Path) -> None:
-    """Draws a PNG.
+    """Draws the picture of a plan as a PNG.
 
     Args:
         profile: the measured curves.
-        planned: the plan.
-        equal: an equal split of the same total; None if it does not fit.
+        planned: the prediction of the plan.
+        equal: the prediction of an equal split of the same total; None if it does not fit.
         path: the file to write.
     """
     figure = style.new_figure(12, 5)
@@ -43,7 +43,7 @@ def draw_picture(profile: Profile, planned: Prediction, equal: Prediction | None
 
 
 def _draw_curves(axes: Any, profile: Profile, planned: Prediction) -> None:
-    """Seconds by micro-batch size: what was measured, with its spread, the planner's curve, and the chosen sizes."""
+    """Draws seconds by micro-batch size: measured points with their spread, the planner's curve, the chosen sizes."""
     named = len(profile.ranks) <= _MOST_NAMED_RANKS
     styles = islice(cycle(zip(style.PALETTE, style.MARKERS, strict=True)), len(profile.ranks))
     for rank, (size, steps), (colour, marker) in zip(profile.ranks, planned.micro_batches, styles, strict=True):
@@ -58,9 +58,11 @@ def _draw_curves(axes: Any, profile: Profile, planned: Prediction) -> None:
             capsize=3,
             linewidth=1,
         )
+        # Only up to the rank's limits, as the planner may choose nothing beyond.
         allowed = np.arange(1, rank.profile().largest_micro_batch + 1)
         share = f"{size} samples" if steps == 1 else f"{steps} x {size} samples"
         axes.plot(allowed, rank.time.table(int(allowed[-1])), color=colour, linewidth=1.3)
+        # An empty line, so that the legend shows marker and line in one entry.
         axes.plot([], [], color=colour, marker=marker, label=f"rank {rank.rank}: {share}" if named else None)
         star = {"markersize": 17 if named else 11, "markeredgecolor": "black", "markeredgewidth": 0.8, "zorder": 5}
         axes.plot(size, rank.time(size), marker="*", color=colour, linestyle="none", **star)
@@ -75,7 +77,7 @@ def _draw_curves(axes: Any, profile: Profile, planned: Prediction) -> None:
 
 
 def _draw_bars(axes: Any, planned: Prediction, equal: Prediction | None) -> None:
-    """Compute seconds of every rank, equal split beside plan."""
+    """Draws compute seconds of every rank, equal split beside plan."""
     from matplotlib.ticker import MaxNLocator
 
     runs = [("equal batches", equal, style.ORANGE, "///"), ("plan", planned, style.BLUE, None)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a profile predicts for given batch sizes: seconds, idle time and memory of every rank."""
+"""`predict`: seconds, idle time and memory of every rank for given batch sizes, from a profile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from accelerate_lshdp.planning.cuts.step_time import step_times
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One step with given batch sizes, as the profile predicts it.
+    """The prediction of one step with given batch sizes.
 
     Args:
         micro_batches: (micro-batch size, accumulation steps) of each rank.
-        compute_seconds: forward and backward of each rank's share, with what sending gradients takes from them.
-        busy_seconds: the same with the optimizer step: what a rank does, be it for others to wait.
-        step_seconds: of the whole step, with optimizer and communication.
-        memory_bytes: peak of each rank, None where it was not measured.
+        compute_seconds: seconds of forward and backward of each rank's share, prolonged by sending gradients.
+        busy_seconds: `compute_seconds` and the seconds of the optimizer step.
+        step_seconds: seconds of the whole step, with optimizer and communication.
+        memory_bytes: peak bytes of each rank; None where memory was not measured.
     """
 
     micro_batches: list[tuple[int, int]]
@@ -30,10 +30,12 @@ class Prediction:
 
     @property
     def batch_sizes(self) -> list[int]:
+        """Samples of each rank in a global batch."""
         return [size * steps for size, steps in self.micro_batches]
 
     @property
     def samples_per_second(self) -> float:
+        """Throughput of all ranks."""
         return sum(self.batch_sizes) / self.step_seconds
 
     @property
@@ -43,7 +45,7 @@ class Prediction:
 
     @property
     def waits(self) -> list[float]:
-        """The part of the slowest rank's busy seconds in which each rank has nothing to do."""
+        """The fraction of the slowest rank's busy seconds in which each rank waits."""
         return [1 - seconds / max(self.busy_seconds) for seconds in self.busy_seconds]
 
 
@@ -53,13 +55,13 @@ def predict(
     bucket_seconds: Sequence[float] | None,
     communication_seconds: float,
 ) -> Prediction:
-    """A step of the ranks with these micro-batches.
+    """Predicts a step of the ranks with given micro-batches.
 
     Args:
         profiles: one for each rank.
         micro_batches: (micro-batch size, accumulation steps) of each rank, within its limits.
-        bucket_seconds: how long each bucket of gradients travels while the backward goes on; None: none does.
-        communication_seconds: of what travels after the backward.
+        bucket_seconds: seconds of each bucket of gradients that travels during the backward; None: none does.
+        communication_seconds: seconds of communication after the backward.
     """
     times = step_times(profiles, bucket_seconds)
     finish = [time.finish(size, steps) for time, (size, steps) in zip(times, micro_batches, strict=True)]
@@ -90,6 +92,7 @@ def split_equally(
     if share == 0:
         return None
     sizes = [share + 1] * rest + [share] * (len(profiles) - rest)
+    # More micro-batches than samples of the smallest share would leave some empty.
     for steps in range(1, (share if allow_accumulation else 1) + 1):
         parts = [size // steps for size in sizes]
         fits = all(part <= profile.largest_micro_batch for part, profile in zip(parts, profiles, strict=True))

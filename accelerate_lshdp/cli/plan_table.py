@@ -12,12 +12,12 @@ _WIDTH, _DEVICE_WIDTH = 100, 24
 
 
 def print_plan(profile: Profile, planned: Prediction, equal: Prediction | None) -> None:
-    """Prints what every rank does, and the whole step beside that of equal batches, at most 100 columns wide.
+    """Prints a row for each rank, and the whole step beside that of equal batches, at most 100 columns wide.
 
     Args:
-        profile: what the predictions come from.
-        planned: the plan.
-        equal: an equal split of the same total; None if it does not fit.
+        profile: the profile that the predictions come from.
+        planned: the prediction of the plan.
+        equal: the prediction of an equal split of the same total; None if it does not fit.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -50,6 +50,7 @@ def print_plan(profile: Profile, planned: Prediction, equal: Prediction | None) 
     else:
         console.print(f"equal batches: {_describe(equal)}", highlight=False)
         console.print(f"The plan's step {_compare(planned, equal)}.", highlight=False)
+    # Gathers inside a node are in no curve: a rank is measured with all parameters at hand.
     node_sizes = set(profile.cluster.node_sizes)
     if profile.strategy.is_node_sharded and len(node_sizes) == 1 and max(node_sizes) > 1:
         console.print("not predicted: the time in which ranks of one node gather parameters", style="dim")
@@ -68,6 +69,7 @@ def _mean(values: list[float]) -> float:
 
 def _compare(planned: Prediction, equal: Prediction) -> str:
     share = 1 - planned.step_seconds / equal.step_seconds
+    # A saving that would be shown as 0 % is none.
     return f"takes {share:.0%} less time" if round(share, 2) > 0 else "takes as long as that of equal batches"
 
 

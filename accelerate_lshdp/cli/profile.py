@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp profile``: measures what the planner needs to know about the ranks and the network.
+"""``accelerate-lshdp profile``: measures times and memory of all ranks, and the network, for the planner.
 
-The ranks are started as ``accelerate-lshdp launch`` starts them; `profile_worker` is what each of them does. It also
-runs under ``accelerate launch`` itself.
+The ranks are started as ``accelerate-lshdp launch`` starts them; each of them runs `profile_worker`, which also runs
+under ``accelerate launch`` itself.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what command and worker both take."""
+    """Adds the arguments that the command and its worker share."""
     parser.add_argument(
         "--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"the profile (default: {DEFAULT_OUTPUT})"
     )
@@ -121,7 +121,7 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the script and what follows it."""
+    """Adds the arguments for the script and its own arguments."""
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file with a function profiling_subject(argv)")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
@@ -136,12 +136,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: arguments that cannot be right.
     """
+    # `launch` takes the number of ranks from a plan, which does not exist before profiling.
     if arguments.config_file is None and arguments.nodes is None:
         raise ValueError("say which ranks to measure: --nodes, such as --nodes 2, or --config_file")
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     os.environ.pop(PLAN_VARIABLE, None)  # a plan in the shell is not for this run
     with vanishing_file("error") as error_file:
+        # The namespace of `launch`, whose script is the worker; it needs all attributes that `launch` reads.
         ranks = argparse.Namespace(**vars(arguments))
         ranks.plan, ranks.auto, ranks.keep_plan_total = None, False, False
         ranks.module, ranks.script = True, _WORKER
@@ -149,7 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
         code = launch.run(ranks)
         error = error_file.read_text(encoding="utf-8") or None
     if code != 0:
-        # Without a word, such as one that the system ended when memory was short; what the others saw is noise.
+        # A process that wrote no error, such as one that the system ended when memory was short. Errors of the other
+        # ranks only follow from its end.
         error = f"a process ended with exit code {code} (137: often out of memory); its output is above"
     if error is not None:
         print(f"accelerate-lshdp profile: {error}\nNo profile was written.", file=sys.stderr)
@@ -164,8 +167,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _worker_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of `profile_worker` that say the same as those of the command."""
     words = ["--output", str(arguments.output), "--seconds", str(arguments.seconds), "--strategy", arguments.strategy]
     for rank, limit in arguments.memory_limit:
+        # In bytes: a rounded unit would be another limit.
         words += ["--memory-limit", f"{limit}B" if rank is None else f"rank.{rank}={limit}B"]
     if arguments.node_memory_limit is not None:
         words += ["--node-memory-limit", f"{arguments.node_memory_limit}B"]
@@ -176,7 +181,7 @@ def _worker_arguments(arguments: argparse.Namespace) -> list[str]:
 
 
 def _memory_limit(text: str) -> tuple[int | None, int]:
-    """(rank, bytes) from ``rank.2=6GB``; no rank from ``6GB``."""
+    """(rank, bytes) from a text such as ``rank.2=6GB``; (None, bytes) from ``6GB`` (argparse ``type``)."""
     which, given, size = text.rpartition("=")
     if not given:
         return None, parse_bytes(text)
@@ -197,6 +202,6 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds < math.inf:  # NaN fails as well
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds above 0")
     return seconds

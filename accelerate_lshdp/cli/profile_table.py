@@ -18,7 +18,7 @@ _REASONS = {
 
 
 def print_profile(profile: Profile) -> None:
-    """Prints what was measured on every rank and of the network, at most 100 columns wide."""
+    """Prints the measurements of every rank and of the network, at most 100 columns wide."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -52,6 +52,7 @@ def print_profile(profile: Profile) -> None:
     )
     if profile.network is not None:
         one_way, all_reduce = profile.network.ping_pong, profile.network.all_reduce
+        # A fitted slope of 0: the time of the largest message does not differ from that of the smallest.
         rate = f"{8 / one_way.seconds_per_byte / 1e9:.3g} Gb/s" if one_way.seconds_per_byte > 0 else "too fast to tell"
         seconds = sum(all_reduce.seconds(size) for size in profile.bucket_bytes)
         console.print(

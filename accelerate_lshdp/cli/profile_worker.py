@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What each rank of ``accelerate-lshdp profile`` does: import the script, measure its subject, write the profile.
+"""The process of each rank of ``accelerate-lshdp profile``: imports the script, measures, writes the profile.
 
     accelerate launch --config_file cfg.yaml -m accelerate_lshdp.cli.profile_worker SCRIPT ARGS
 
-Whatever goes wrong on a rank is raised on all of them, before anything is written.
+An error on one rank is raised on all of them, before any file is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FAILURE = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of a profiling run.
+    """Runs one rank of a profiling run.
 
     Returns:
         The exit code: 1 if a rank failed, which the first rank of each node explains.
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _FAILURE
         if is_first:
             arguments.error_file.write_text(str(error) or type(error).__name__, encoding="utf-8")
-        # Success to the launcher, which would add a page of its own about the failure; the command tells of it.
+        # Exit code 0: for another one the launcher would print a page about the failure. The command prints the error
+        # from the file.
     return 0
 
 
@@ -73,13 +74,14 @@ def _measure(arguments: argparse.Namespace, is_first: bool) -> None:
         RuntimeError: on all ranks, if any of them failed.
         ValueError: the file cannot be written.
     """
+    # Equal batches: the accelerator gives ranks, devices and agreement only; profiling makes its own micro-batches.
     accelerator = LSHDPAccelerator(plan=Plan.equal(strategy=arguments.strategy))
     options = subject = None
     with _errors_on_all_ranks():
         options = _options(arguments, accelerator)
         if not os.access(arguments.output.absolute().parent, os.W_OK):
             raise ValueError(f"found --output {arguments.output}, expected a file in a folder that can be written to")
-    # What the first rank of a node downloads or prepares is there when its other ranks look for it.
+    # The first rank of each node loads first: what it downloads or prepares is then there for the node's other ranks.
     for now in (True, False):
         with _errors_on_all_ranks():
             if is_first is now:
@@ -92,7 +94,7 @@ def _measure(arguments: argparse.Namespace, is_first: bool) -> None:
 
 @contextmanager
 def _errors_on_all_ranks() -> Iterator[None]:
-    """Raises what any rank raises inside as RuntimeError on all of them (collective)."""
+    """Raises a RuntimeError on all ranks if any rank raises an error inside the block (collective)."""
     error: str | None = None
     try:
         yield
@@ -102,7 +104,11 @@ def _errors_on_all_ranks() -> Iterator[None]:
 
 
 def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> ProfilingOptions:
-    """What this rank is to measure, and up to where."""
+    """The options of this rank from the arguments.
+
+    Raises:
+        ValueError: a limit names a rank that does not exist, or there are fewer samples than ranks.
+    """
     world, here = accelerator.num_processes, accelerator.process_index
     max_batch = arguments.max_batch
     total = arguments.total_batch_size
@@ -111,11 +117,13 @@ def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> Pr
             raise ValueError(
                 f"found --total-batch-size {total}, expected at least one sample for each of {world} ranks"
             )
+        # Every other rank has at least one sample of the total.
         max_batch = min(total - world + 1, max_batch or total)
     limits = dict(arguments.memory_limit)
     unknown = [rank for rank in limits if rank is not None and rank >= world]
     if unknown:
         raise ValueError(f"found --memory-limit for rank {unknown[0]}, expected one of the ranks 0 to {world - 1}")
+    # A limit of this rank takes precedence over that of all ranks (None).
     limit = limits.get(here, limits.get(None))
     if arguments.node_memory_limit is not None:
         share = arguments.node_memory_limit // accelerator.topology.node_sizes[accelerator.topology.node]
@@ -131,7 +139,7 @@ def _options(arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> Pr
 
 
 def load_subject(script: str, script_args: Sequence[str], *, is_module: bool = False) -> Subject:
-    """Calls the function ``profiling_subject`` of a script.
+    """The `Subject` that the function ``profiling_subject`` of a script returns.
 
     Args:
         script: the path of a Python file, or the name of a module.
@@ -142,6 +150,7 @@ def load_subject(script: str, script_args: Sequence[str], *, is_module: bool = F
         ValueError: the script has no such function, or it returns something else.
         RuntimeError: the script raised something; it says where.
     """
+    # Scripts may parse sys.argv when they are imported.
     sys.argv = [script, *script_args]
     try:
         module = _import(script, is_module)
@@ -160,13 +169,14 @@ def load_subject(script: str, script_args: Sequence[str], *, is_module: bool = F
 
 
 def _import(script: str, is_module: bool) -> ModuleType:
-    """The script as a module, with the search path that it would have as a script."""
+    """The script, imported as a module with the search path that it would have as a script."""
     if is_module:
         sys.path.insert(0, os.getcwd())
         return importlib.import_module(script)
     path = os.path.realpath(script)
     sys.path.insert(0, os.path.dirname(path))
-    # By its own name, under which workers of its loaders find it again, unless that would replace another module.
+    # By its own name, under which worker processes of its loaders can unpickle its classes, unless that would replace
+    # another module.
     name = Path(path).stem
     name = f"profiled_{name}" if name in sys.modules else name
     loader = SourceFileLoader(name, path)
@@ -177,17 +187,18 @@ def _import(script: str, is_module: bool) -> ModuleType:
 
 
 def _explain(error: BaseException, script: str) -> str:
-    """The error, and the line of the script that led to it."""
+    """The text of an error, with the line of the script that led to it."""
     ended = isinstance(error, SystemExit)  # argparse, for example, has said on stderr why
     text = f"the script ended with exit code {error.code}" if ended else f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
+    # The last frame inside the script, not in the libraries that it calls.
     own = [frame for frame in frames if frame.filename == os.path.realpath(script)]
     place = f" ({script}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
     return text + place
 
 
 def _complete(profile: Profile, arguments: argparse.Namespace, accelerator: LSHDPAccelerator) -> Profile:
-    """The profile with what only the launch knows: the script, and where the other nodes find node 0."""
+    """The profile, completed by what only the launch knows: the script, and the address of node 0."""
     nodes = list(profile.cluster.nodes)
     if len(nodes) > 1 and nodes[0].address is None:
         nodes[0] = replace(nodes[0], address=os.environ.get("MASTER_ADDR"))

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How far a command is: bars on a terminal, plain lines in a file or a pipe."""
+"""Progress of a command on stderr: bars on a terminal, plain lines in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 
-#: Called with the name of a phase, what is done of it and the total; a total of 0 is a phase with nothing to do.
+#: A function of (name of a phase, amount done, total); a total of 0 stands for a phase that has nothing to do.
 Advance = Callable[[str, float, float], None]
-_QUARTER = 25
+_QUARTER = 25  # percent between two lines
 
 
 @contextmanager
 def progress(shown: bool) -> Iterator[Advance]:
-    """A function that shows on stderr how far a phase is; silent where ``shown`` is false."""
+    """A function that shows the progress of phases on stderr; it does nothing where ``shown`` is false."""
     if not shown:
         yield lambda phase, done, total: None
+    # Bars move the cursor, which dumb terminals and log files do not understand.
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         with _bars() as advance:
             yield advance
@@ -48,23 +49,23 @@ def _bars() -> Iterator[Advance]:
 
 
 class _Lines:
-    """A line when a phase begins, at each quarter of it, and when it ends."""
+    """Prints a line when a phase begins, at each quarter of it, and when it ends."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._phase: str | None = None
         self._began = 0.0
-        self._told = 0
+        self._printed_percent = 0
 
     def advance(self, phase: str, done: float, total: float) -> None:
         if phase != self._phase:
             self.end_phase()
-            self._phase, self._began, self._told = phase, time.monotonic(), 0
+            self._phase, self._began, self._printed_percent = phase, time.monotonic(), 0
             self._print(f"{phase} ...")
         percent = int(100 * done / total) if total else 100
-        if self._told + _QUARTER <= percent < 100:
-            self._told = percent // _QUARTER * _QUARTER
-            self._print(f"{phase}: {self._told} %")
+        if self._printed_percent + _QUARTER <= percent < 100:
+            self._printed_percent = percent // _QUARTER * _QUARTER
+            self._print(f"{phase}: {self._printed_percent} %")
 
     def end_phase(self) -> None:
         if self._phase is not None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp quickstart``: measures, plans and trains on one machine, and shows what that gained.
+"""``accelerate-lshdp quickstart``: measures, plans and trains on one machine, and shows the time that a plan saves.
 
 Two CPU processes train a small ViT on real images. One of them is slowed, by an emulation that the output names. The
 work is done by `quickstart_worker`, in ranks that ``accelerate-lshdp launch`` starts.
@@ -28,7 +28,7 @@ DEFAULT_OUTPUT = Path("outputs", "quickstart")
 RESULT_FILES = ("lshdp_plan.json", "results.json", "quickstart.png")
 _TRAIN_IMAGES = 1500
 _WIDTH = 100
-# What a shell may hold for other runs and would change this one.
+# Environment variables of other runs in the same shell, which would change this one.
 _FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FOREIGN_PREFIXES = ("ACCELERATE_", "FSDP_", "GROUP_", "LSDP_", "PARALLELISM_CONFIG_", "ROLE_", "TORCHELASTIC_")
 _NEEDED = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
@@ -57,7 +57,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the quickstart.
+    """Runs the quickstart: starts its ranks, prints its table and draws its picture.
 
     Returns:
         0, or the exit code of the first process that failed.
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.output_dir
     folder.mkdir(parents=True, exist_ok=True)
     for name in RESULT_FILES:
-        (folder / name).unlink(missing_ok=True)  # none of an earlier run shall be taken for results of a failed one
+        (folder / name).unlink(missing_ok=True)  # files of an earlier run would look like results of a failed one
     print(
         "Two processes train a small ViT on handwritten digits, once with DDP and equal batches, once\n"
         "with LSHDP and batch sizes planned from measurements.\n" + describe_emulation(arguments.slowdown),
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _notes(plan_file: Path, slowdown: float) -> list[str]:
-    """What the profile of the plan says against the results: a busy machine, or an emulation that does not show."""
+    """Sentences about reasons to doubt the results: a busy machine, or a profile that does not show the emulation."""
     from accelerate_lshdp.cli.busy import busy_hint, unlike_emulation
     from accelerate_lshdp.documents.plan import Plan
     from accelerate_lshdp.documents.profile import Profile
@@ -109,7 +109,7 @@ def _notes(plan_file: Path, slowdown: float) -> list[str]:
 
 
 def describe_emulation(slowdown: float) -> str:
-    """One sentence that says what is not real."""
+    """One sentence that says what is emulated."""
     if slowdown == 1:
         return "Both have the speed of this machine: nothing is emulated."
     return (
@@ -144,17 +144,20 @@ def _launch(arguments: argparse.Namespace) -> int:
     command += ["-m", "accelerate_lshdp.cli.quickstart_worker"]
     for option in ("output_dir", "slowdown", "steps", "total_batch_size", "seed"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    # A process of its own: the launcher sets environment variables and ends with the exit code of the ranks.
     with _termination_as_exit(), subprocess.Popen(command, env=_environment()) as process:
         try:
             return _shell_code(process.wait())
         except BaseException:
-            process.terminate()  # it ends its ranks; an interrupt of the terminal has reached it already
+            # The launcher ends its ranks. An interrupt of the terminal has reached it already, as it is in the same
+            # process group.
+            process.terminate()
             raise
 
 
 @contextmanager
 def _termination_as_exit() -> Iterator[None]:
-    """Lets SIGTERM end this process by an exception, so that no rank goes on without it."""
+    """Turns SIGTERM into an exception inside the block, so that ranks are ended with this process."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(_shell_code(-number))
@@ -175,6 +178,7 @@ def _environment() -> dict[str, str]:
     }
     # With several threads the time of so small a model hardly depends on the number of samples.
     environment.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", LAUNCHER_VARIABLE: str(os.getpid())})
+    # The host name may resolve to an interface that is down; on one machine the loopback always works.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The images of the quickstart: real handwritten digits that come with scikit-learn, so nothing is downloaded."""
+"""The images of the quickstart: handwritten digits that are part of scikit-learn, so nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The table and the picture of the quickstart, from what is in ``results.json``."""
+"""The table and the picture of the quickstart, from the contents of ``results.json``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DDP_CURVE, _LSHDP_CURVE = ORANGE, BLUE
 
 
 def saving(results: dict[str, Any]) -> float:
-    """The share of DDP's step time that LSHDP saves."""
+    """The fraction of DDP's step time that LSHDP saves; negative if it takes longer."""
     return 1 - results["lshdp"]["step_seconds"] / results["ddp_equal"]["step_seconds"]
 
 
 def largest_loss_difference(results: dict[str, Any]) -> float:
-    """How far the two loss curves are apart at the step where they are farthest."""
+    """The largest difference of the two loss curves at the same step."""
     pairs = zip(results["ddp_equal"]["losses"], results["lshdp"]["losses"], strict=True)
     return max(abs(one - other) for one, other in pairs)
 
@@ -69,7 +69,7 @@ def _caption(results: dict[str, Any]) -> str:
 
 
 def draw_picture(results: dict[str, Any], path: Path) -> None:
-    """Draws how long each rank computes and waits in a step, and both loss curves, as a PNG."""
+    """Draws the compute and wait seconds of each rank in a step, and both loss curves, as a PNG."""
     figure = new_figure(11, 4.6)
     bars, curves = figure.subplots(1, 2, width_ratios=(1.15, 1))
     _draw_bars(bars, results)
@@ -79,13 +79,14 @@ def draw_picture(results: dict[str, Any], path: Path) -> None:
 
 
 def _draw_bars(axes: Any, results: dict[str, Any]) -> None:
-    """Compute and wait of each rank, before above after; what is left of the step is optimizer and loader."""
+    """Draws compute and wait of each rank, DDP above LSHDP; the rest of the step is optimizer and loader."""
     longest = max(run["step_seconds"] for run in results.values())
     emulation = results["lshdp"]["emulation"]
     labels, places = [], []
     for place, (name, run) in enumerate(results.items()):
         for rank, (compute, wait) in enumerate(zip(run["compute_seconds"], run["wait_seconds"], strict=True)):
             y = -(place * 3 + rank)
+            # Medians of the parts need not sum to the median of the step.
             other = max(0.0, run["step_seconds"] - compute - wait)
             first = place == rank == 0
             style = {"height": 0.72, "edgecolor": "white"}
@@ -93,7 +94,7 @@ def _draw_bars(axes: Any, results: dict[str, Any]) -> None:
             axes.barh(y, wait, left=compute, color=_WAIT, hatch="///", label="waiting" if first else None, **style)
             left = compute + wait
             axes.barh(y, other, left=left, color=_OTHER, label="optimizer, loader" if first else None, **style)
-            if compute > 0.15 * longest:
+            if compute > 0.15 * longest:  # the text would not fit into a shorter bar
                 samples = f"{run['batch_sizes'][rank]} samples"
                 axes.text(compute / 2, y, samples, ha="center", va="center", color="white", fontsize=9)
             slowed = rank == emulation["rank"] and emulation["slowdown"] > 1
@@ -111,7 +112,7 @@ def _draw_bars(axes: Any, results: dict[str, Any]) -> None:
 
 
 def _draw_curves(axes: Any, results: dict[str, Any]) -> None:
-    """Both loss curves, a thin one over a thick one, because they coincide."""
+    """Draws both loss curves, a thin one over a thick one, because they coincide."""
     styles = {
         "ddp_equal": {"color": _DDP_CURVE, "linewidth": 5, "solid_capstyle": "round"},
         "lshdp": {"color": _LSHDP_CURVE, "linewidth": 1.6, "linestyle": (0, (4, 1.5))},

@@ -1,8 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What each of the two ranks of ``accelerate-lshdp quickstart`` does: measure, plan, train twice, report.
+"""The process of each of the two ranks of ``accelerate-lshdp quickstart``: measures, plans, trains twice, reports.
 
-Both runs are trained in one launch and take turns, epoch by epoch, so that whatever else the machine does meanwhile
-slows both of them alike.
+Both trainings run in one launch and take turns, epoch by epoch, so that other programs slow both of them alike.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.cli.progress import progress
 from accelerate_lshdp.cli.quickstart import SLOWED_RANK
 from accelerate_lshdp.cli.quickstart_data import IMAGE_SIZE, DigitImages, load_digit_images
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.planning import BatchSizes, RankProfile, plan_fixed_total
 from accelerate_lshdp.planning.proofs.plan import verify_plan
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subject, profile_ranks
@@ -48,9 +47,9 @@ MODEL = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """One rank of the quickstart; rank 0 writes ``lshdp_plan.json`` and ``results.json``."""
+    """Runs one rank of the quickstart; rank 0 writes ``lshdp_plan.json`` and ``results.json``."""
     arguments = _parse(argv)
-    # It says that the plan's batch sizes replace the loaders', which is the point here and is shown anyway.
+    # Its warning that the plan's batch sizes replace the loaders' is the point here, and is shown in the table.
     logging.getLogger("accelerate_lshdp.data.loader").setLevel(logging.ERROR)
     train_images, held_out = load_digit_images()
     world = 2
@@ -75,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
             "ddp_equal": _Run.begin(equal, train_images, held_out, arguments.seed, slowdown),
             "lshdp": _Run.begin(planned, train_images, held_out, arguments.seed, slowdown),
         }
+        # Epoch by epoch in turns: both have the same global batches, hence equally long epochs.
         while any(len(run.losses) < arguments.steps for run in runs.values()):
             for run in runs.values():
                 for _ in run.train_epoch(arguments.steps):
@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         plan.save(arguments.output_dir / "lshdp_plan.json")
         text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-        write_whole(arguments.output_dir / "results.json", text)
+        write_atomically(arguments.output_dir / "results.json", text)
 
 
 def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:
-    """Samples of each rank in an equal split of the wanted total, or of the largest one that was measured."""
+    """Samples of each rank in an equal split of the wanted total, or of the largest total that all ranks can do."""
     return min(total_batch_size // len(ranks), *(rank.largest_micro_batch for rank in ranks))
 
 
@@ -104,9 +104,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def build_model(seed: int, slowdown: float) -> nn.Module:
-    """The quickstart's small ViT, the same for the same seed, whose pieces this rank works on at its emulated speed.
+    """The quickstart's small ViT with weights from `seed`, slowed by `slowdown` on this rank.
 
-    All that computes is one of the pieces, but for the loss.
+    All modules that compute are slowed; the loss is not.
     """
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -124,7 +124,7 @@ def _measure(
     slowdown: float,
     advance_to: Callable[[str, float, float], None],
 ) -> Profile:
-    """The profile of both ranks, the same on both of them."""
+    """The profile of both ranks; the same value on both (collective)."""
     model = build_model(arguments.seed, slowdown)
     subject = Subject(model, DataLoader(images, batch_size=1), make_optimizer(model))
     options = ProfilingOptions(
@@ -158,7 +158,7 @@ def _make_plan(profile: Profile, sizes: BatchSizes) -> Plan:
 
 @dataclass
 class _Run:
-    """One of the two trainings: an ordinary accelerate script, whose plan decides how it is divided."""
+    """One of the two trainings: an ordinary accelerate script, whose accelerator has the plan."""
 
     accelerator: LSHDPAccelerator
     model: nn.Module
@@ -173,6 +173,7 @@ class _Run:
     ) -> _Run:
         model = build_model(seed, slowdown)
         optimizer = make_optimizer(model)
+        # What a script would write for equal batches; the plan replaces it.
         own_batch_size = accelerator.plan.total_batch_size // accelerator.num_processes
         train_loader = DataLoader(train, batch_size=own_batch_size, shuffle=True, drop_last=True)
         held_out_loader = DataLoader(held_out, batch_size=EVALUATION_BATCH_SIZE)
@@ -190,13 +191,14 @@ class _Run:
                 self.accelerator.backward(loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            # The sum over this rank's samples, in float64: sums of ranks with other shares then agree to rounding.
             self.losses.append(loss.detach().double() * len(batch["labels"]))
             yield
             if len(self.losses) >= most_steps:
                 return
 
     def results(self, slowdown: float) -> dict[str, Any]:
-        """What ``results.json`` says of this run (collective)."""
+        """The entry of this run in ``results.json`` (collective)."""
         plan, statistics = self.accelerator.plan, self.accelerator.step_statistics
         losses = self.accelerator.reduce(torch.stack(self.losses), reduction="sum") / plan.total_batch_size
         return {
@@ -213,7 +215,7 @@ class _Run:
         }
 
     def _accuracy(self) -> float:
-        """The share of the held-out images that the model reads correctly."""
+        """The fraction of the held-out images that the model classifies correctly (collective)."""
         self.model.eval()
         correct = []
         for batch in self.held_out_loader:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``accelerate-lshdp report``: tables, pictures and one HTML page from what ``accelerate-lshdp bench`` measured."""
+"""``accelerate-lshdp report``: writes tables, pictures and one HTML page from the results of ``bench``."""
 
 from __future__ import annotations
 
@@ -31,18 +31,23 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tables and writes the files.
+    """Prints the tables of a benchmark and writes its report files.
+
+    Returns:
+        0.
 
     Raises:
         ResultsError: the folder has no results that can be read.
         OSError: a file cannot be written.
     """
+    # Imported here, as `--help` of all commands loads this module.
     from accelerate_lshdp.comparing.report import load_results, missing_library, print_results, write_report
 
     results = load_results(arguments.folder)
     missing = missing_library()
     if missing is not None:
         print(f"accelerate-lshdp report: {missing}", file=sys.stderr)
+    # Files first: a terminal that cannot show a character must not cost the report.
     written = write_report(results, arguments.folder)
     print_results(results)
     print(f"wrote {', '.join(map(str, written))}")

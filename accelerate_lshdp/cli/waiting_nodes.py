@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A launcher that waits for other nodes says so, for whom, and where they have to connect.
+"""`report_waiting`: prints which nodes a launcher still waits for, and where they have to connect.
 
 torch waits up to ten minutes in silence, in one call: for node 0 to listen, then for all nodes to connect to it. What
-is known meanwhile are the connections of this process.
+is known in the meantime are the TCP connections of this process.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from typing import TextIO
 
 
+#: Seconds between two lines.
 EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the nodes of a launch meet.
+    """The rendezvous of the nodes of a launch.
 
     Args:
-        node: which of them this one is.
-        addresses: of all nodes, as far as they are known.
-        address: of node 0, as the others reach it.
-        port: where node 0 listens.
+        node: index of this node.
+        addresses: the addresses of all nodes; None for those that are not known.
+        address: the address of node 0, as the other nodes reach it.
+        port: the port on which node 0 listens.
     """
 
     node: int
@@ -36,12 +37,12 @@ class Meeting:
     port: int
 
     def describe(self, connected: Sequence[str], seconds: float) -> str:
-        """One line that says for whom this node waits.
+        """One line that says which nodes this node waits for.
 
         Args:
-            connected: addresses of the nodes that have connected to this one; on other nodes than node 0: that of
-                node 0, once it has answered.
-            seconds: how long it has waited.
+            connected: addresses of the nodes that have connected to this one; on nodes other than node 0 the address
+                of node 0, once it has answered.
+            seconds: seconds that this node has waited.
         """
         place = f"{self.address}:{self.port}"
         waited = f"node {self.node} has waited {seconds:.0f} s for"
@@ -58,6 +59,7 @@ class Meeting:
                 if beyond
                 else f"{waited} node 0, which answers at {place}, to begin"
             )
+        # Addresses may be unknown or those of another interface, so the number of connections counts, not the names.
         missing = [node for node in others if self.addresses[node] not in connected]
         count = len(others) - len(connected)
         if count <= 0:
@@ -67,7 +69,7 @@ class Meeting:
         return f"{waited} {text} to connect to {place}{so_far}"
 
     def connected(self) -> list[str]:
-        """The addresses that `describe` asks for, from this process's connections."""
+        """The addresses for `describe`, from the established TCP connections of this process."""
         import psutil
 
         process = psutil.Process()
@@ -86,19 +88,27 @@ class Meeting:
 
 
 @contextmanager
-def waits_told(
+def report_waiting(
     meeting: Meeting, is_over: Callable[[], bool], *, every: float = EVERY_SECONDS, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """In the block, a line on stderr for every ``every`` seconds of waiting, until ``is_over``."""
+    """Prints a line every ``every`` seconds inside the block, until ``is_over`` returns true.
+
+    Args:
+        meeting: the rendezvous.
+        is_over: returns whether all nodes have met.
+        every: seconds between two lines.
+        stream: where to print; None: stderr.
+    """
+    # A thread, as torch waits in one blocking call.
     left = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         began = time.monotonic()
         while not left.wait(every) and not is_over():
             line = meeting.describe(meeting.connected(), time.monotonic() - began)
             print(f"accelerate-lshdp launch: {line}", file=stream or sys.stderr, flush=True)
 
-    thread = threading.Thread(target=tell, name="waits", daemon=True)
+    thread = threading.Thread(target=report, name="waits", daemon=True)
     thread.start()
     try:
         yield
@@ -108,12 +118,12 @@ def waits_told(
 
 
 def has_started_ranks() -> bool:
-    """Whether this launcher has started processes: the nodes have met then."""
+    """Whether this launcher has child processes: it starts its ranks after all nodes have met."""
     import psutil
 
     return bool(psutil.Process().children())
 
 
 def _plain(address: str) -> str:
-    """IPv4 addresses as such, where the socket is one of IPv6."""
+    """An IPv4 address without the prefix that it has on an IPv6 socket; other addresses unchanged."""
     return address.removeprefix("::ffff:")

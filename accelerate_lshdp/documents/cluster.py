@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a cluster looks like: its nodes and the network between them, as a YAML file says it.
+"""`ClusterDescription`: the nodes of a cluster and the network between them, read from a YAML file.
 
 nodes:
   - {cpu: 0.8, memory: 4 GiB}           # cores; memory and ranks (1) can be left out
@@ -23,7 +23,7 @@ from accelerate_lshdp.documents.value_checks import describe
 _BYTES = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BITS_PER_SECOND = {"b/s": 1.0, "kb/s": 1e3, "Mb/s": 1e6, "Gb/s": 1e9}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-# Far above any machine, and small enough for everything that is made for each rank or multiplied by these.
+# Far above any machine, and small enough for lists with one entry a rank.
 _MOST_CORES, _MOST_RANKS, _MOST_BYTES = 2**20, 4096, 2**60
 
 
@@ -32,9 +32,9 @@ class NodeDescription:
     """One machine.
 
     Args:
-        cpu: cores that its processes have together, e.g. 0.8 or 2.
-        memory_bytes: that they may use together; the kernel ends one that goes beyond. None: no limit.
-        ranks: training processes that whoever uses the cluster starts on it.
+        cpu: cores that all processes of the node share, e.g. 0.8 or 2.
+        memory_bytes: memory that these processes may use in all; the kernel ends one that exceeds it. None: no limit.
+        ranks: number of training processes on the node.
 
     Raises:
         ValueError: an impossible value.
@@ -60,8 +60,8 @@ class NetworkDescription:
     """The links between the nodes and the switch that they share.
 
     Args:
-        bits_per_second: of every node's link in each direction (full duplex), headers included.
-        delay_seconds: from one node to another, one way, in addition to what the machine itself takes.
+        bits_per_second: rate of every node's link in each direction (full duplex), headers included; 1 Gb/s = 1e9.
+        delay_seconds: one-way delay from one node to another, in addition to that of the machine itself.
 
     Raises:
         ValueError: an impossible value.
@@ -88,6 +88,7 @@ class ClusterDescription:
     network: NetworkDescription
 
     def __post_init__(self) -> None:
+        # The emulated network gives each node an address of one /24.
         if not 1 <= len(self.nodes) <= 254:
             raise ValueError(f"nodes: found {len(self.nodes)}, expected 1 to 254")
 
@@ -106,7 +107,7 @@ class ClusterDescription:
 
     @staticmethod
     def from_dict(document: Any) -> ClusterDescription:
-        """From what the YAML file holds.
+        """The cluster that the values of a YAML file describe.
 
         Raises:
             ValueError: unknown or missing keys, wrong types, impossible values.
@@ -122,6 +123,7 @@ class ClusterDescription:
             found = _section(where, found, required={"cpu"}, optional={"memory", "ranks"})
             try:
                 memory = found.get("memory")
+                # The class checks ranges, the helpers below types and units; both errors get the place in front.
                 nodes.append(
                     NodeDescription(
                         cpu=_number("cpu", found["cpu"]),
@@ -142,11 +144,12 @@ class ClusterDescription:
         return ClusterDescription(tuple(nodes), network)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` reads, in units that lose nothing."""
+        """The values that `from_dict` reads, in units that lose no precision."""
         nodes: list[dict[str, Any]] = []
         for node in self.nodes:
             memory = {} if node.memory_bytes is None else {"memory": f"{node.memory_bytes} B"}
             nodes.append({"cpu": node.cpu, **memory, "ranks": node.ranks})
+        # repr is the shortest text that reads back as the same float.
         rate, delay = self.network.bits_per_second, self.network.delay_seconds
         return {"nodes": nodes, "network": {"rate": f"{rate!r} b/s", "delay": f"{delay!r} s"}}
 
@@ -170,6 +173,7 @@ def _quantity(key: str, found: Any, units: Mapping[str, float], example: str) ->
     """A number with a unit; 0 needs none."""
     text = str(found) if isinstance(found, (str, int, float)) else ""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", text)
+    # NaN stands for everything that is no number with a known unit, so that one test below refuses all of it.
     try:
         number = float(match[1]) if match else math.nan
     except ValueError:
@@ -185,7 +189,8 @@ def _quantity(key: str, found: Any, units: Mapping[str, float], example: str) ->
 
 
 def _shown(found: Any) -> str:
-    """As Python writes it, shortened."""
+    """A value as Python writes it, shortened for a message."""
+    # CPython refuses to print integers of more than a few thousand digits.
     if isinstance(found, int) and found.bit_length() > 128:
         return describe(found)
     text = repr(found)
@@ -195,6 +200,7 @@ def _shown(found: Any) -> str:
 def _number(key: str, found: Any) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise ValueError(f"{key}: found {_shown(found)}, expected a number")
+    # float() of an integer beyond its range raises OverflowError; infinity is refused by the caller's range.
     return float(found) if abs(found) <= 1e300 else math.inf
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What the planner knows about a rank: how long micro-batches take, and the largest one that fits its memory."""
+"""Curves of seconds and bytes by micro-batch size, and the profile of one rank, from which the planner plans."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class TimeCurve:
 
     def __post_init__(self) -> None:
         sizes = _checked_sizes(self.batch_sizes, self.seconds, "times")
+        # Plain floats: equal curves must have equal fingerprints, and not all of NumPy's scalars go into JSON.
         seconds = tuple(float(value) for value in self.seconds)
         if not all(math.isfinite(value) and value > 0 for value in seconds):
             raise ValueError(f"found times {list(seconds)}, expected positive and finite seconds: measure again")
@@ -60,6 +61,7 @@ class TimeCurve:
 
     def _evaluate(self, batch_sizes: np.ndarray) -> np.ndarray:
         measured, seconds = np.array(self.batch_sizes), np.array(self.seconds)
+        # np.interp is constant beyond the ends, which is the upper bound wanted below the first measured size.
         reached = np.maximum.accumulate(seconds)
         following = np.searchsorted(measured, batch_sizes, side="right")
         floor = reached[np.maximum(following - 1, 0)]
@@ -101,6 +103,7 @@ class MemoryCurve:
             ValueError: `batch_size` is below 1 or beyond the last measured size.
         """
         size = _within(batch_size, self.batch_sizes[-1])
+        # The running maximum: larger of the interpolated value and of every measured one up to this size.
         reached = [peak for measured, peak in zip(self.batch_sizes, self.bytes, strict=True) if measured <= size]
         return float(max([np.interp(size, self.batch_sizes, self.bytes), *reached]))
 
@@ -121,19 +124,19 @@ class MemoryCurve:
 
 @dataclass(frozen=True, slots=True)
 class RankProfile:
-    """One rank as the planner sees it.
+    """The times and limits of one rank, from which the planner plans.
 
     Args:
         time: its curve of forward and backward seconds by micro-batch size.
         max_micro_batch_size: the largest micro-batch to be used, in samples; at most the largest measured.
-        accumulation_overhead_seconds: what each micro-batch but the last costs beyond its forward and backward.
+        accumulation_overhead_seconds: seconds that each micro-batch but the last takes beyond forward and backward.
         bucket_ready: for each bucket of gradients, in the order in which buckets travel, the seconds from the start of
             the last micro-batch until this rank has the bucket ready, by micro-batch size. None: not measured.
-        communication_load_seconds: what sending gradients takes from the last micro-batch, which ends so much later.
-            It does not come on top of a network that the rank waits for.
-        fixed_seconds: what every step costs whatever the batch: the optimizer step.
+        communication_load_seconds: seconds by which sending gradients prolongs the last micro-batch, as it uses the
+            rank's processor. They pass while the rank waits for the network, and are not added to that wait.
+        fixed_seconds: seconds of every step that do not depend on the batch: the optimizer step.
         memory: its curve of peak bytes by micro-batch size.
-        memory_limit_bytes: what a micro-batch may need by that curve. None: no limit.
+        memory_limit_bytes: largest number of bytes that a micro-batch may need by `memory`. None: no limit.
 
     Raises:
         ValueError: a value is impossible, `max_micro_batch_size` is beyond a curve of seconds, or there is a limit of
@@ -152,6 +155,7 @@ class RankProfile:
     def __post_init__(self) -> None:
         largest = _integer(self.max_micro_batch_size, "max_micro_batch_size")
         ready = None if self.bucket_ready is None else tuple(self.bucket_ready)
+        # Every curve has to reach the largest size that may be planned, as none is extrapolated.
         for curve in (self.time, *(ready or ())):
             if not 1 <= largest <= curve.batch_sizes[-1]:
                 raise ValueError(
@@ -219,6 +223,7 @@ def _within(batch_size: int, largest: int) -> int:
 
 def _integer(value: object, name: str, unit: str = "number of samples") -> int:
     """`value` as int, NumPy integers included. A bool or a float is a mistake, whatever its value."""
+    # operator.index accepts True as 1, and refuses every float, also 4.0.
     if isinstance(value, bool):
         raise ValueError(f"found {value} in {name}, expected an integer {unit}")
     try:

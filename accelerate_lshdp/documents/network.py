@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a collective costs: the bytes that every node sends, and the seconds that they take on the wire.
+"""The cost of collectives: bytes that every node sends, and seconds that they take on the wire.
 
 A message of B bytes takes alpha + beta * B seconds (Hockney's model). Nodes send and receive at the same time, so a
 collective takes as long as the node that sends most. N nodes with L ranks each, W ranks in all, a payload of S bytes:
@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
-#: What is left of a link's rate for content: 1448 of the 1514 bytes of a full Ethernet frame with TCP and timestamps.
+#: The part of a link's rate that is left for content: 1448 of the 1514 bytes of a full Ethernet frame that carries TCP
+#: with timestamps.
 PAYLOAD_SHARE = 1448 / 1514
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How long a message takes: latency_seconds + bytes * seconds_per_byte.
+    """A network link on which a message takes latency_seconds + bytes * seconds_per_byte.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -42,7 +43,7 @@ class Link:
 
     @classmethod
     def from_rate(cls, bits_per_second: float, delay_seconds: float = 0.0) -> Link:
-        """A link of a given rate (1 Gb/s = 1e9), with what frames and headers take of it.
+        """A link of a given rate (1 Gb/s = 1e9), less the part that frames and headers take.
 
         Raises:
             ValueError: the rate is not positive, or the delay is negative.
@@ -53,9 +54,9 @@ class Link:
 
     @classmethod
     def from_all_reduce(cls, latency_seconds: float, seconds_per_byte: float, nodes: Sequence[int]) -> Link:
-        """The link behind a measured all-reduce (latency + payload bytes * seconds_per_byte) over all ranks.
+        """The link that explains a measured all-reduce (latency + payload bytes * seconds_per_byte) over all ranks.
 
-        Better than its rate, where that is not all that holds bytes up.
+        It contains all that slows messages down (system calls, busy switches), where `from_rate` knows the rate only.
 
         Raises:
             ValueError: there are fewer than two nodes, so nothing travelled between nodes.
@@ -63,21 +64,23 @@ class Link:
         ring = ring_all_reduce(1.0, nodes)
         if len(nodes) < 2:
             raise ValueError(f"found {len(nodes)} node, expected an all-reduce between nodes")
+        # A ring of rounds messages pays the latency once a round; every node sends max(sent_bytes) for one byte.
         return cls(latency_seconds / ring.rounds, seconds_per_byte / max(ring.sent_bytes))
 
     def seconds(self, size: float, rounds: int = 1) -> float:
-        """Of `size` bytes in `rounds` messages that wait for each other."""
+        """Seconds of `size` bytes in `rounds` messages, each of which waits for the one before it."""
         return rounds * self.latency_seconds + size * self.seconds_per_byte
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One collective as every node sees it.
+    """The bytes and messages of one collective on every node; tuples have one entry a node.
 
     Args:
-        sent_bytes: what each node sends to other nodes; it receives as much.
-        handled_bytes: what the ranks of each node send, to their own node too: the work of its processors.
-        rounds: messages that wait for each other.
+        sent_bytes: bytes that each node sends to other nodes; it receives as many.
+        handled_bytes: bytes that the ranks of each node send, to ranks of the same node too: the work of its
+            processors.
+        rounds: number of messages that wait for each other.
         inside_bytes: the part of `handled_bytes` that each node exchanges in a stage of its own, while nothing travels
             between nodes. Empty: nothing.
     """
@@ -88,27 +91,28 @@ class Exchange:
     inside_bytes: tuple[float, ...] = ()
 
     def seconds(self, link: Link) -> float:
-        """On the wire between nodes: as long as the node that sends most."""
+        """Seconds on the wire between nodes: those of the node that sends most."""
+        # Links are full duplex and nodes send at the same time, so sums over nodes do not matter.
         size = max(self.sent_bytes)
         return link.seconds(size, self.rounds) if size > 0 else 0.0
 
 
-#: (payload bytes, ranks on each node) -> what every node does.
+#: A function of (payload bytes, ranks on each node): the exchange that it takes.
 Collective = Callable[[float, Sequence[int]], Exchange]
 
 
 def ring_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """One ring over all ranks, neighbours on the same node where possible."""
+    """All-reduce in one ring over all ranks, in which ranks of a node are neighbours."""
     return _ring(payload, nodes, passes=2)
 
 
 def ring_all_gather(payload: float, nodes: Sequence[int]) -> Exchange:
-    """One ring over all ranks; `payload` is what every rank has afterwards."""
+    """All-gather in one ring over all ranks; `payload` is the number of bytes that every rank has afterwards."""
     return _ring(payload, nodes, passes=1)
 
 
 def all_to_all(payload: float, nodes: Sequence[int]) -> Exchange:
-    """Every rank sends every other one its part of `payload`, all at once: a reduce-scatter, the sums aside."""
+    """Reduce-scatter by all-to-all: every rank sends every other one its part of `payload`, all at once."""
     world = sum(nodes)
     return Exchange(
         tuple(size * (world - size) / world * payload for size in nodes),
@@ -118,7 +122,7 @@ def all_to_all(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def shard_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """Rings over one rank a node, each with its part of `payload`.
+    """All-reduce of shards: rings over one rank a node, each with its part of `payload`.
 
     Raises:
         ValueError: nodes have different numbers of ranks, so their shards do not match.
@@ -129,7 +133,7 @@ def shard_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def quantised_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """As `shard_all_reduce`, but by all-to-all, sums and all-gather: what is rounded cannot be added on its way.
+    """All-reduce of shards in int8: all-to-all, sums, and all-gather, as values with different scales cannot be added.
 
     Raises:
         ValueError: nodes have different numbers of ranks.
@@ -140,7 +144,7 @@ def quantised_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def two_stage_all_gather(payload: float, nodes: Sequence[int]) -> Exchange:
-    """Between the nodes first, every rank its part; then inside each node.
+    """All-gather in two stages: every rank its part between the nodes; then inside each node.
 
     Raises:
         ValueError: nodes have different numbers of ranks.
@@ -149,7 +153,7 @@ def two_stage_all_gather(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def two_stage_reduce_scatter(payload: float, nodes: Sequence[int]) -> Exchange:
-    """Inside each node first; then between the nodes, by all-to-all.
+    """Reduce-scatter in two stages: inside each node; then between the nodes, by all-to-all.
 
     Raises:
         ValueError: nodes have different numbers of ranks.
@@ -160,12 +164,14 @@ def two_stage_reduce_scatter(payload: float, nodes: Sequence[int]) -> Exchange:
 def _ring(payload: float, nodes: Sequence[int], passes: int) -> Exchange:
     world = sum(nodes)
     each = passes * (world - 1) / world * payload
+    # A ring that visits node after node leaves each node once, whatever the number of its ranks.
     sent = each if len(nodes) > 1 else 0.0
     return Exchange((sent,) * len(nodes), tuple(size * each for size in nodes), rounds=passes * (world - 1))
 
 
 def _two_stage(payload: float, nodes: Sequence[int], rounds: int) -> Exchange:
     count = _equal_nodes(nodes)
+    # Inside a node each of its L ranks sends (L-1)/L of the payload: L-1 payloads in all.
     sent, inside = (count - 1) / count * payload, (nodes[0] - 1) * payload
     return Exchange((sent,) * count, (sent + inside,) * count, rounds, (inside,) * count if inside else ())
 

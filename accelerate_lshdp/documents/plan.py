@@ -1,23 +1,23 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The plan: who trains how much, how the model is placed, and how gradients travel.
+"""`Plan`: batch sizes of all ranks, the strategy that places the model, and the format of gradients on the network.
 
-A `Plan` is the one thing that moves between commands, ranks and runs. It is immutable, checked when it is made, and
-written as JSON with a version. Reading it needs neither torch nor a device.
+A plan is what commands, ranks and runs exchange. It is immutable, checked when it is made, and written as JSON with a
+version. Reading it needs neither torch nor a device.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
+from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
+from accelerate_lshdp.documents.plan_digest import digest_of, training_sections
 from accelerate_lshdp.documents.plan_sections import (
     DEAD_BAND,
     POWERSGD_RANK,
@@ -42,6 +42,7 @@ from accelerate_lshdp.documents.value_checks import (
     PlanError,
     describe,
     located,
+    plain_integer,
     require_choice,
     require_object,
     require_version,
@@ -65,19 +66,26 @@ __all__ = [
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
-# What the planner adds. It explains a plan and does not change the training, so it is carried as it is.
+# Sections that the planner adds. They explain a plan and do not change the training, so they are carried unchanged and
+# are no part of the digest.
 _ANNOTATIONS = ("profile", "predicted", "certificate")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One training plan. `batch=None` means equal batches: every loader keeps its own batch_size on every rank.
+    """One training plan: batch sizes in samples, one a rank, and how the model and its gradients are distributed.
 
-    With `automatic` the run finds its batch sizes itself: `batch`, if given, is what it starts with, else it starts
-    with an equal split of `automatic.total`, or of what the script's own batch size and the ranks make.
+    Args:
+        strategy: where parameters, gradients and optimizer state live.
+        batch: batch sizes of all ranks. None: equal batches, every loader keeps its own batch_size on every rank.
+        communication: the format of gradients between ranks.
+        cluster: the nodes in rank order; None: any.
+        profile, predicted, certificate: JSON objects from the planner, carried unchanged.
+        automatic: the run finds its batch sizes itself. It starts with `batch`, or without one with an equal split of
+            `automatic.total`, or of the script's own batch size times the number of ranks.
 
-    `profile`, `predicted` and `certificate` are JSON objects from the planner, carried unchanged. `source` names the
-    file or variable that the plan was read from, for error messages; it is not part of the plan.
+    Attributes:
+        source: the file or variable that the plan was read from, for error messages; not part of the plan.
 
     Raises:
         PlanError: a value that is malformed, or parts that contradict each other.
@@ -95,6 +103,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_choice(self.strategy, "strategy", [strategy.value for strategy in Strategy])
+        # The dataclass is frozen, so values are put into their final types past its own __setattr__.
         object.__setattr__(self, "strategy", Strategy(self.strategy))
         kinds = {"batch": Batch, "communication": Communication, "cluster": Cluster, "automatic": Automatic}
         for name, kind in kinds.items():
@@ -106,42 +115,9 @@ class Plan:
             if value is not None and not isinstance(value, dict):
                 raise PlanError(f"found {describe(value)}, expected an object. Write one, or leave it out.", path=name)
             require_json(value, name)
+            # A copy: a caller that goes on changing its dictionary must not change a plan that was checked.
             object.__setattr__(self, name, deepcopy(value))
-        if self.batch is not None and self.cluster is not None:
-            ranks = sum(self.cluster.node_sizes)
-            if ranks != self.world_size:
-                raise PlanError(
-                    f"found {ranks} ranks on the nodes {self.cluster.node_sizes}, expected the {self.world_size} of"
-                    " batch.ranks. Correct one of the two.",
-                    path="cluster.nodes",
-                )
-
-        if self.batch is not None and self.automatic is not None:
-            self._check_start()
-        if self.communication.is_lossy and self.strategy.is_world_sharded:
-            raise PlanError(
-                f'found "{self.communication.dtype}" with strategy "{self.strategy}", expected "fp32" or "bf16": its'
-                " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
-                ' strategy "ddp", "group_sharding" or "lsdp".',
-                path="communication.dtype",
-            )
-
-    def _check_start(self) -> None:
-        """Checks that automatic batch sizes can start from `batch`."""
-        if self.batch.total != self.automatic.total:
-            found = "none" if self.automatic.total is None else self.automatic.total
-            raise PlanError(
-                f"found {found}, expected {self.batch.total}, the total of batch, which the run starts"
-                " with. Correct one of the two, or leave batch out.",
-                path="automatic.total",
-            )
-        counts = [entry.accumulation_steps for entry in self.batch.ranks]
-        if len(set(counts)) > 1:
-            raise PlanError(
-                f"found accumulation_steps {counts} together with automatic batch sizes, expected the same number on"
-                " every rank: sizes are re-balanced, numbers of micro-batches are not.",
-                path="batch.ranks",
-            )
+        check_sections_agree(self.strategy, self.communication, self.batch, self.cluster, self.automatic)
 
     @classmethod
     def from_batch_sizes(
@@ -164,6 +140,7 @@ class Plan:
         Raises:
             PlanError: an entry or a keyword has an impossible value.
         """
+        # Strings, mappings and sets can be iterated too, but their items or order are not one size a rank.
         if isinstance(sizes, (str, bytes, Mapping, Set)) or not isinstance(sizes, Iterable):
             raise PlanError(f"found {describe(sizes)} for the batch sizes, expected a list with one entry a rank.")
         ranks = []
@@ -172,7 +149,7 @@ class Plan:
                 pair = entry if isinstance(entry, (list, tuple)) else (entry, 1)
                 if len(pair) != 2:
                     raise PlanError(f"found {describe(entry)}, expected a size or (size, accumulation steps).")
-                ranks.append(RankBatch(rank, *(_plain_integer(number) for number in pair)))
+                ranks.append(RankBatch(rank, *(plain_integer(number) for number in pair)))
         with located("batch"):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
         with located("communication"):
@@ -208,47 +185,48 @@ class Plan:
 
         Args:
             total_batch_size: None: as many as the script's own batch size and the ranks make.
-            rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
-            dead_band: the share of the step time that new sizes have to gain.
+            rebalance_every: optimizer steps between two checks whether other sizes are better, once sizes are stable.
+            dead_band: the part of the step time (0 to 1) that new sizes have to save.
             **communication: communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node, as for `equal`.
 
         Raises:
             PlanError: a value is impossible.
         """
         with located("automatic"):
-            automatic = Automatic(_plain_integer(total_batch_size), rebalance_every, dead_band)
+            automatic = Automatic(plain_integer(total_batch_size), rebalance_every, dead_band)
         return replace(cls.equal(strategy=strategy, **communication), automatic=automatic)
 
     def with_batch(self, batch: Batch) -> Plan:
-        """This plan with other batch sizes, without what the planner said about the old ones."""
+        """This plan with other batch sizes, without the prediction and the certificate of the old ones."""
         return self._changed(batch=batch, predicted=None, certificate=None)
 
     def with_total(self, batch: Batch) -> Plan:
-        """This plan with the total that the run has found for it, and the sizes to start with."""
+        """This plan with the global batch size that the run has found, and the batch sizes to start with."""
         return self._changed(batch=batch, automatic=replace(self.automatic, total=batch.total))
 
     def with_automatic(self, automatic: Automatic) -> Plan:
-        """This plan, whose batch sizes are what the run starts with."""
+        """This plan with automatic batch sizes, which start from the sizes of the plan."""
         return self._changed(automatic=automatic)
 
     def _changed(self, **changes: Any) -> Plan:
         changed = replace(self, **changes)
+        # `source` is no argument of __init__, so `replace` leaves it out.
         object.__setattr__(changed, "source", self.source)
         return changed
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks the plan is made for; None for equal batches, which fit any."""
+        """Number of ranks of the plan; None for equal batches, which fit any number."""
         return None if self.batch is None else len(self.batch.ranks)
 
     @property
     def leaves_total_open(self) -> bool:
-        """Whether global batches have the size that the script's own batch size and the ranks make."""
+        """Whether the global batch is the script's own batch size times the number of ranks."""
         return self.automatic is not None and self.automatic.total is None
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples in a global batch; None for equal batches, and where the script says it."""
+        """Samples in a global batch; None for equal batches, and where it follows from the script's own batch size."""
         if self.batch is None:
             return None if self.automatic is None else self.automatic.total
         return self.batch.total
@@ -279,37 +257,21 @@ class Plan:
             node_sizes: ranks on each node, in rank order.
 
         Raises:
-            PlanError: it does not fit.
+            PlanError: the plan does not fit the run; the message says what to change.
         """
         with located(source=self.source):
-            if self.world_size not in (None, world_size):
-                raise PlanError(
-                    f"found batch sizes for {self.world_size} ranks, expected {world_size}, the processes of this run."
-                    f" Launch {self.world_size} processes, or make a plan for {world_size}.",
-                    path="batch.ranks",
-                )
-            if self.cluster is not None and self.cluster.node_sizes != list(node_sizes):
-                raise PlanError(
-                    f"found nodes of {self.cluster.node_sizes} ranks, expected {list(node_sizes)}, the nodes of this"
-                    " run. Launch as the plan says, or correct or remove its cluster.",
-                    path="cluster.nodes",
-                )
-            if self.batch is None:
-                return
-            for group in shard_groups:
-                counts = [self.batch.ranks[rank].accumulation_steps for rank in group]
-                if len(set(counts)) > 1:
-                    raise PlanError(
-                        f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
-                        f' parameters under "{self.strategy}", expected equal numbers inside the group (its ranks'
-                        " gather parameters, or add gradients, together). Make them equal, or use a strategy that"
-                        " does not shard across these ranks.",
-                        path="batch.ranks",
-                    )
+            check_fits_run(
+                self.strategy,
+                self.batch,
+                self.cluster,
+                world_size=world_size,
+                shard_groups=shard_groups,
+                node_sizes=node_sizes,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, in the layout of a plan file; parts that are not there are left out."""
-        document: dict[str, Any] = {"version": PLAN_VERSION, **self._what_changes_training()}
+        document: dict[str, Any] = {"version": PLAN_VERSION, **self._training_sections()}
         document.update({name: deepcopy(getattr(self, name)) for name in _ANNOTATIONS})
         return {key: value for key, value in document.items() if value is not None}
 
@@ -320,6 +282,7 @@ class Plan:
         Raises:
             PlanError: unknown or missing keys, wrong types, impossible or contradicting values; it says where.
         """
+        # First what no JSON can carry, then the version: a file of another version would give misleading errors below.
         require_json(document)
         require_version(document, PLAN_VERSION)
         sections = require_object(
@@ -341,6 +304,7 @@ class Plan:
         if sections.get("cluster") is not None:
             with located("cluster"):
                 cluster = read_cluster(sections["cluster"])
+        # In the order of the fields of the dataclass.
         annotations = (sections.get(name) for name in _ANNOTATIONS)
         return cls(sections["strategy"], batch, communication, cluster, *annotations, automatic)
 
@@ -378,7 +342,7 @@ class Plan:
             PlanError: the file cannot be written.
         """
         try:
-            write_whole(Path(path), self.to_json())
+            write_atomically(Path(path), self.to_json())
         except OSError as error:
             raise PlanError(
                 f"cannot write the plan ({error.strerror}). Give a file name in a writable directory.",
@@ -402,40 +366,21 @@ class Plan:
             raise PlanError(
                 "found nothing, expected a path or JSON. Set it, or unset the variable.", source=PLAN_VARIABLE
             )
+        # A path may begin with a brace only in theory; JSON of a plan always does.
         return cls.from_json(value, source=PLAN_VARIABLE) if value.lstrip().startswith("{") else cls.load(value)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of what changes training: strategy, batch, communication and cluster. Ranks compare it.
+        """SHA-256, in hex, of the sections that change training: strategy, batch, communication and cluster.
 
-        Sizes that the run finds itself change the speed only, so `automatic` takes the place of `batch`.
+        Ranks compare digests at the start of a run. Sizes that the run finds itself change the speed only, so with
+        `automatic` the digest covers that section instead of `batch`.
         """
-        document = self._what_changes_training()
-        if self.automatic is None:
-            del document["automatic"]  # as plans without it always had
-        else:
-            del document["batch"]
-        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+        return digest_of(self._training_sections())
 
-    def _what_changes_training(self) -> dict[str, Any]:
-        batch = None
-        if self.batch is not None:
-            batch = {
-                "total": self.batch.total,
-                "allow_unequal_accumulation": self.batch.allow_unequal_accumulation,
-                "ranks": [asdict(entry) for entry in self.batch.ranks],
-            }
-        cluster = None
-        if self.cluster is not None:
-            link = None if self.cluster.link is None else asdict(self.cluster.link)
-            cluster = {"nodes": [asdict(node) for node in self.cluster.nodes], "link": link}
-        return {
-            "strategy": self.strategy.value,
-            "batch": batch,
-            "automatic": None if self.automatic is None else self.automatic.to_dict(),
-            "communication": self.communication.to_dict(),
-            "cluster": cluster,
-        }
+    def _training_sections(self) -> dict[str, Any]:
+        return training_sections(
+            self.strategy, self.communication, batch=self.batch, automatic=self.automatic, cluster=self.cluster
+        )
 
     def __str__(self) -> str:
         return describe_plan(
@@ -446,13 +391,3 @@ class Plan:
             cluster=self.cluster,
             predicted=self.predicted,
         )
-
-
-def _plain_integer(value: object) -> object:
-    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
-        return value

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The sections of a plan: immutable values, checked when they are made, and how each is read from a plan file."""
+"""The sections of a plan: immutable values, checked when they are made, and their readers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from accelerate_lshdp.documents.value_checks import (
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
 POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 8, 10
 COMMUNICATION_DTYPES = ("fp32", "bf16", "int8", "powersgd")
-#: They keep from step to step what they did not send, and travel with our own reduction between nodes.
+#: Formats with error feedback: ranks keep from step to step what rounding left unsent. They need the engine's own
+#: reduction between nodes.
 LOSSY_DTYPES = ("int8", "powersgd")
 INTRA_NODE = ("auto", "shared_memory", "collectives")
 
 
 class Strategy(str, Enum):
-    """Where parameters, gradients and optimizer state live."""
+    """The placement of parameters, gradients and optimizer state: whole, sharded, or on the host."""
 
     DDP = "ddp"
     ZERO2 = "zero2"
@@ -45,23 +46,23 @@ class Strategy(str, Enum):
 
     @property
     def is_world_sharded(self) -> bool:
-        """Each rank keeps 1/world of the parameters, so all ranks form one shard group."""
+        """Whether each rank keeps 1/world of the parameters, so that all ranks form one shard group."""
         return self in (Strategy.ZERO2, Strategy.FSDP, Strategy.FSDP_OFFLOAD)
 
     @property
     def is_node_sharded(self) -> bool:
-        """Each node keeps a full copy, sharded over its ranks."""
+        """Whether each node keeps a full copy of the parameters, sharded over its ranks."""
         return self in (Strategy.GROUP_SHARDING, Strategy.LSDP)
 
     @property
     def is_offloaded(self) -> bool:
-        """Parameters and optimizer state live in host memory."""
+        """Whether parameters and optimizer state live in host memory."""
         return self in (Strategy.FSDP_OFFLOAD, Strategy.LSDP)
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank does in a global batch: `accumulation_steps` micro-batches of `micro_batch_size` samples each."""
+    """One rank's part of a global batch: `accumulation_steps` micro-batches of `micro_batch_size` samples each."""
 
     rank: int
     micro_batch_size: int
@@ -85,10 +86,15 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One global batch, cut over ranks 0..world-1 (kept in rank order, whatever order they are given in).
+    """One global batch, cut over ranks 0..world-1.
 
-    `allow_unequal_accumulation` accepts different numbers of micro-batches on different ranks, hence loops of unequal
-    length.
+    Args:
+        ranks: one entry a rank, in any order; kept in rank order.
+        allow_unequal_accumulation: accept different numbers of micro-batches on different ranks, hence loops of
+            unequal length.
+
+    Raises:
+        PlanError: a rank is missing or there twice, or a value is impossible.
     """
 
     ranks: tuple[RankBatch, ...]
@@ -102,6 +108,7 @@ class Batch:
             if entry.rank in by_rank:
                 raise PlanError(f"found rank {entry.rank} twice, expected it once. Remove one of them.", path="ranks")
             by_rank[entry.rank] = entry
+        # Entries are unique here, so as many as the largest number plus one means that none is missing.
         missing = next((rank for rank in range(len(ranks)) if rank not in by_rank), None)
         if missing is not None:
             raise PlanError(
@@ -128,13 +135,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Automatic:
-    """The run finds its batch sizes itself, and keeps them right while it trains.
+    """Automatic batch sizes: the run measures its own steps and re-balances the batch sizes while it trains.
 
     Args:
-        total: samples in a global batch; it never changes. None: as many as the script's own batch size and the ranks
-            make, as soon as it trains.
-        rebalance_every: optimizer steps between two looks at the sizes, once they have settled.
-        dead_band: the share of the step time that new sizes have to gain; less is taken for noise.
+        total: samples in a global batch, which never changes. None: the script's own batch size times the number of
+            ranks, which is known as soon as the script trains.
+        rebalance_every: optimizer steps between two checks whether other sizes are better, once sizes are stable.
+        dead_band: the part of the step time (0 to 1) that new sizes have to save; less is taken for noise.
     """
 
     total: int | None = None
@@ -146,6 +153,7 @@ class Automatic:
             require_integer(self.total, "total", least=1)
         require_integer(self.rebalance_every, "rebalance_every", least=1)
         require_number(self.dead_band, "dead_band", positive=False)
+        # 0 and 0.0 are written differently in JSON, but are the same setting and must have one digest.
         object.__setattr__(self, "dead_band", float(self.dead_band))
         if self.total is not None and self.total > LARGEST_BATCH:
             raise PlanError(f"found {self.total} samples, expected at most {LARGEST_BATCH}. Lower it.", path="total")
@@ -163,12 +171,12 @@ class Automatic:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How gradients travel between ranks.
+    """The format of gradients between ranks, and the mechanism by which ranks of a node share them.
 
     Args:
         dtype: "fp32" (exact), "bf16", "int8" (a quarter of the bytes of fp32) or "powersgd" (matrices of low rank).
-        powersgd_rank: of the matrices that stand for gradients under "powersgd".
-        powersgd_warmup_steps: exact steps at the start of a run with "powersgd".
+        powersgd_rank: rank of the matrices that approximate gradients under "powersgd" (Vogels et al., 2019).
+        powersgd_warmup_steps: number of steps at the start of a run with "powersgd" whose gradients are exact.
         intra_node: how the ranks of a node share parameters and gradients: "shared_memory" (CPU only: one copy of both
             in memory that all of them map), "collectives", or "auto": shared memory where it can be.
     """
@@ -185,6 +193,7 @@ class Communication:
         require_integer(self.powersgd_warmup_steps, "powersgd_warmup_steps", least=0)
         if self.dtype == "powersgd":
             return
+        # Only values other than the defaults are refused: a default says nothing about what the user wants.
         defaults = {"powersgd_rank": POWERSGD_RANK, "powersgd_warmup_steps": POWERSGD_WARMUP_STEPS}
         for name, default in defaults.items():
             if getattr(self, name) != default:
@@ -196,11 +205,12 @@ class Communication:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ranks keep errors of earlier steps."""
+        """Whether gradients lose precision on the wire and ranks keep the error for the next step."""
         return self.dtype in LOSSY_DTYPES
 
     def to_dict(self) -> dict[str, str | int]:
-        """The section of a plan file; without what has no meaning for `dtype`."""
+        """The section of a plan file, without options that have no meaning for `dtype`."""
+        # "auto" is left out, as plans of earlier versions had no such key and must keep their digests.
         names = ["dtype"]
         if self.dtype == "powersgd":
             names += ["powersgd_rank", "powersgd_warmup_steps"]
@@ -211,7 +221,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The network between nodes, in bits per second (1 Gb/s = 1e9) and seconds."""
+    """The network between nodes: rate in bits per second (1 Gb/s = 1e9), one-way latency in seconds."""
 
     bandwidth_bits_per_second: float
     latency_seconds: float = 0.0
@@ -226,7 +236,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: how many ranks it runs and, optionally, its address and device ("cpu", "cuda", a product name)."""
+    """One machine: its number of ranks and, optionally, its address and device ("cpu", "cuda", a product name)."""
 
     ranks: int
     address: str | None = None
@@ -242,7 +252,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines, in rank order: the first node runs ranks 0..ranks-1, and so on."""
+    """The nodes of a run in rank order: the first node runs ranks 0..ranks-1, and so on."""
 
     nodes: tuple[Node, ...]
     link: Link | None = None
@@ -268,6 +278,7 @@ def read_batch(document: object) -> Batch:
         with located(f"ranks[{index}]"):
             keys = {"required": ("rank", "micro_batch_size"), "optional": ("accumulation_steps",)}
             ranks.append(RankBatch(**require_object(entry, **keys)))
+    # The total is redundant on purpose: a file edited by hand in one place only is an error, not another batch.
     batch = Batch(tuple(ranks), section.get("allow_unequal_accumulation", False))
     if batch.total != section["total"]:
         sizes = " + ".join(str(entry.batch_size) for entry in batch.ranks)
@@ -303,6 +314,7 @@ def read_cluster(document: object) -> Cluster:
 def read_automatic(document: object) -> Automatic:
     """The `automatic` section of a plan file. Raises PlanError, with paths inside the section."""
     section = require_object(document, optional=("total", "rebalance_every", "dead_band"))
+    # `null` is refused in a file: a plan without a total leaves the key out.
     if "total" in section:
         require_integer(section["total"], "total", least=1)
     return Automatic(**section)

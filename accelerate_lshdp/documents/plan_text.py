@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How a plan is shown: ``print(plan)``."""
+"""The text of a plan for ``print(plan)``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def describe_plan(
             line.insert(1, cell)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    # What the planner predicts for each rank stands in lists, for which one line has no room.
     scalars = {k: v for k, v in (predicted or {}).items() if isinstance(v, (int, float))}
     if scalars:
         lines.append("predicted: " + ", ".join(f"{name} {value:.4g}" for name, value in scalars.items()))

@@ -1,7 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``Profile``: what one profiling run measured, as the one file that the planner reads. Needs no torch.
+"""``Profile``: the result of one profiling run, as the file that the planner reads. Needs no torch.
 
-Also the short form that a plan made without the ``profile`` command carries in its ``profile`` section.
+The module also reads and writes the short form that plans made without the ``profile`` command carry in their
+``profile`` section.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.plan_sections import Cluster, Strategy, read_cluster
 from accelerate_lshdp.documents.profile_sections import (
@@ -53,17 +54,17 @@ class ProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one profiling run measured; the same value on all ranks.
+    """The result of one profiling run; the same value on all ranks.
 
     Args:
-        strategy: the one that it was measured for.
-        subject: what was profiled.
+        strategy: the strategy that memory and communication were measured for.
+        subject: the script that was profiled, and the size of its model.
         cluster: the nodes, in rank order.
         ranks: one entry a rank, in rank order.
-        bucket_bytes: what each gradient bucket has on the wire, in the order in which they travel.
-        network: None for a single rank.
-        measured_seconds: how long the profiling run took.
-        versions: of the libraries that were measured.
+        bucket_bytes: bytes of each gradient bucket on the wire, in the order in which buckets travel.
+        network: measured message times; None for a single rank.
+        measured_seconds: seconds that the profiling run took.
+        versions: version of each library that was measured, by its name.
 
     Raises:
         ProfileError: an impossible or contradicting value; it says where.
@@ -84,6 +85,7 @@ class Profile:
             object.__setattr__(self, "strategy", Strategy(self.strategy))
             object.__setattr__(self, "ranks", tuple(self.ranks))
             object.__setattr__(self, "bucket_bytes", tuple(require_array(self.bucket_bytes, "bucket_bytes")))
+            # Up to 64 bits: bytes of a model, not samples, whose limit is lower.
             for index, size in enumerate(self.bucket_bytes):
                 require_integer(size, f"bucket_bytes[{index}]", least=1, most=2**63 - 1)
             require_number(self.measured_seconds, "measured_seconds", positive=False)
@@ -116,14 +118,14 @@ class Profile:
     # What planning needs
 
     def rank_profiles(self) -> list[RankProfile]:
-        """The ranks as the planner sees them."""
+        """The times and limits of all ranks, for the planners."""
         return [rank.profile() for rank in self.ranks]
 
     def bucket_seconds(self) -> list[float] | None:
-        """Seconds of each bucket's all-reduce, None where nothing overlaps with the backward.
+        """Seconds of each bucket's all-reduce; None where no communication overlaps with the backward.
 
-        Nothing overlaps on a single rank, and under the world-sharded strategies: they gather and reduce each unit
-        while the rank waits.
+        That is so on a single rank, and under the world-sharded strategies, whose ranks wait while a unit is gathered
+        or reduced.
         """
         if self.network is None or not self.bucket_bytes or self.strategy.is_world_sharded:
             return None
@@ -137,6 +139,7 @@ class Profile:
         if self.network is None:
             return 0.0
         all_reduces = sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes)
+        # All-gather and reduce-scatter take half of an all-reduce each, in a ring: two of the one, one of the other.
         return 1.5 * all_reduces if self.strategy in (Strategy.FSDP, Strategy.FSDP_OFFLOAD) else all_reduces
 
     def shard_groups(self) -> list[list[int]]:
@@ -148,6 +151,7 @@ class Profile:
         ends = list(accumulate(sizes))
         if self.strategy.is_world_sharded:
             return [list(range(ends[-1]))]
+        # Shared memory serves nodes of any size; FSDP2's groups need the same number of ranks on each node.
         on_cpus = all(node.device == "cpu" for node in self.cluster.nodes)
         if self.strategy.is_node_sharded and (on_cpus or len(set(sizes)) == 1):
             return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
@@ -186,7 +190,7 @@ class Profile:
             with located("cluster"):
                 cluster = read_cluster(sections["cluster"])
             ranks = read_items(sections["ranks"], "ranks", read_rank)
-            network = None
+            network = None  # JSON null: a single rank has nobody to send to
             if sections["network"] is not None:
                 with located("network"):
                     network = read_network(sections["network"])
@@ -217,7 +221,7 @@ class Profile:
             ProfileError: the file cannot be written.
         """
         try:
-            write_whole(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+            write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
         except OSError as error:
             raise ProfileError(
                 f"{os.fspath(path)}: cannot write the profile ({error.strerror}). Give a file name in a writable"
@@ -227,7 +231,7 @@ class Profile:
 
 @contextmanager
 def _profile_errors(before: str = "") -> Iterator[None]:
-    """Turns errors of the readers that plans and profiles share into those of a profile."""
+    """Turns each ValueError in the block into a `ProfileError` whose message begins with `before`."""
     try:
         yield
     except ValueError as error:
@@ -235,11 +239,12 @@ def _profile_errors(before: str = "") -> Iterator[None]:
 
 
 def _require_kind(document: object) -> None:
-    """Asked first, as other errors may follow from it."""
+    """Checks that a document is a profile of this version; called first, as a wrong kind may break other checks."""
     if not isinstance(document, dict):
-        return
+        return  # `require_object` says what is wrong
     for key, expected in (("kind", PROFILE_KIND), ("version", PROFILE_VERSION)):
         found = document.get(key)
+        # The types too, as True == 1.
         if type(found) is not type(expected) or found != expected:
             raise PlanError(
                 f"found {describe(found)}, expected {json.dumps(expected)}: this is no profile, or one of another"
@@ -249,7 +254,7 @@ def _require_kind(document: object) -> None:
 
 
 def write_profiles(profiles: Sequence[RankProfile]) -> dict[str, Any]:
-    """``{"ranks": [{"rank", "batch_sizes", "seconds", "max_micro_batch_size"}, ...]}``, in rank order."""
+    """The short form of profiles: ``{"ranks": [{"rank", "batch_sizes", "seconds", "max_micro_batch_size"}, ...]}``."""
     return {
         "ranks": [
             {
@@ -264,7 +269,7 @@ def write_profiles(profiles: Sequence[RankProfile]) -> dict[str, Any]:
 
 
 def read_profiles(document: Mapping[str, Any]) -> list[RankProfile]:
-    """The profiles in a plan's ``profile`` section: a whole `Profile`, or what `write_profiles` made.
+    """The ranks in a plan's ``profile`` section, which is a whole `Profile` or the short form of `write_profiles`.
 
     Raises:
         ValueError: it does not describe ranks 0, 1, ... in order, or a value is impossible.

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The sections of a profile: immutable values, checked when they are made, and how each is read from a file."""
+"""The sections of a profile: immutable values, checked when they are made, and their readers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class ProfiledScript:
-    """What was profiled: a script (None: called from Python), its arguments, and the size of its model.
+    """The script that was profiled, and the size of its model.
 
-    `parameters` counts trainable and frozen ones; `gradient_bytes` is what a step's gradients have before they travel.
+    Args:
+        script: its path or module name; None: profiling was called from Python.
+        arguments: of the script.
+        parameters: number of trainable and frozen parameters.
+        gradient_bytes: bytes of a step's gradients before they are compressed.
     """
 
     script: str | None
@@ -53,22 +57,23 @@ class ProfiledScript:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRank:
-    """What was measured on one rank.
+    """The measurements of one rank.
 
     Args:
-        rank: its number.
-        time: seconds of forward and backward by micro-batch size: medians, less their noise (`noise`).
+        rank: its number in the world.
+        time: seconds of forward and backward by micro-batch size: medians, smoothed by `profiling.noise`.
         spread: median absolute deviation over median, for each size of `time`.
-        max_micro_batch_size: the largest micro-batch that it can train on, in samples.
-        limited_by: why there is no larger one, one of `LIMITS`.
+        max_micro_batch_size: the largest micro-batch that the rank can train on, in samples.
+        limited_by: the reason why no larger one was measured, one of `LIMITS`.
         device: the name of its processor.
         optimizer_seconds: median seconds of one optimizer step.
         memory: peak bytes by micro-batch size, None where they cannot be measured.
-        memory_limit_bytes: what `memory` had to stay below, None if there was no limit.
+        memory_limit_bytes: upper limit of `memory`; None: there was no limit.
         bucket_ready: for each gradient bucket, in the order in which they travel, the seconds from the start of the
             forward until it is ready, by micro-batch size.
-        communication_load_seconds: what sending gradients takes from this rank's forward and backward in a step.
-        accumulation_overhead_seconds: what a micro-batch takes longer that adds its gradients to those of another one.
+        communication_load_seconds: seconds that sending gradients adds to this rank's forward and backward in a step.
+        accumulation_overhead_seconds: seconds that a micro-batch takes longer if it adds its gradients to those of
+            another one.
 
     Raises:
         PlanError: an impossible value; it says which.
@@ -104,16 +109,19 @@ class MeasuredRank:
             require_number(getattr(self, name), name, positive=False)
         if self.memory_limit_bytes is not None:
             require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
+        # Lists of a JSON document become tuples, so that the value is hashable and cannot be changed.
         object.__setattr__(self, "spread", tuple(float(value) for value in spread))
         object.__setattr__(self, "bucket_ready", tuple(self.bucket_ready))
+        # The planner's own value makes the checks that concern several fields.
         try:
             self.profile()
         except ValueError as error:
             raise PlanError(str(error)) from None
 
     def slowed_down(self, factor: float) -> MeasuredRank:
-        """With so many times as long micro-batches; what else it does takes as long as before."""
+        """This rank with `factor` times the seconds of every micro-batch; the optimizer step keeps its seconds."""
 
+        # What runs on the same processor becomes slower by the same factor; the optimizer step is measured apart.
         def scaled(curve: TimeCurve) -> TimeCurve:
             return TimeCurve(curve.batch_sizes, [factor * seconds for seconds in curve.seconds])
 
@@ -125,9 +133,10 @@ class MeasuredRank:
         )
 
     def profile(self) -> RankProfile:
-        """This rank as the planner sees it.
+        """The times and limits of this rank, for the planners.
 
-        Sending begins with the first bucket, which is ready as measured; what it takes makes the rest longer, evenly.
+        Sending begins when the first bucket is ready, at its measured time. The seconds that sending takes prolong the
+        rest of the backward evenly, so later buckets are ready later than measured.
         """
         return RankProfile(
             self.time,
@@ -141,6 +150,7 @@ class MeasuredRank:
         )
 
     def _ready_when_sending(self) -> list[TimeCurve] | None:
+        """Seconds until each bucket is ready in a step that sends gradients, from those of steps that do not."""
         if not self.bucket_ready:
             return None
         first, *others = self.bucket_ready
@@ -149,6 +159,8 @@ class MeasuredRank:
             seconds = []
             for size, ready in zip(curve.batch_sizes, curve.seconds, strict=True):
                 begun = first(size)
+                # The part of the backward after the first bucket that is over when this bucket is ready; clipped, as
+                # noise may put a bucket before the first one or after the end.
                 rest = self.time(size) - begun
                 passed = min(1.0, max(0.0, (ready - begun) / rest)) if rest > 0 else 1.0
                 seconds.append(ready + passed * self.communication_load_seconds)
@@ -179,11 +191,11 @@ class MeasuredRank:
 
 @dataclass(frozen=True, slots=True)
 class MessageTimes:
-    """How long messages take: seconds = latency + bytes * seconds_per_byte, fitted to measured points.
+    """Message times as a line, seconds = latency + bytes * seconds_per_byte, fitted to measured points.
 
     Args:
-        latency_seconds: of a message without content.
-        seconds_per_byte: the inverse of the bandwidth.
+        latency_seconds: seconds of a message without content.
+        seconds_per_byte: the inverse of the bandwidth in bytes per second.
         points: measured (bytes, seconds).
     """
 
@@ -210,7 +222,7 @@ class MessageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How long it takes to send: `ping_pong`, one way between two nodes; `all_reduce`, over all ranks."""
+    """Measured message times: `ping_pong` one way between two nodes, `all_reduce` over all ranks."""
 
     ping_pong: MessageTimes
     all_reduce: MessageTimes
@@ -237,7 +249,7 @@ def require_array(value: object, path: str) -> list[Any]:
 
 
 def read_items(document: object, path: str, read: Callable[[object], _Item]) -> tuple[_Item, ...]:
-    """Every entry of a list, read; raises PlanError that says which entry is wrong."""
+    """The entries of a list, each read by `read`; raises a PlanError with the index of a wrong entry."""
     items = []
     for index, entry in enumerate(require_array(document, path)):
         with located(f"{path}[{index}]"):
@@ -255,7 +267,7 @@ def read_rank(document: object) -> MeasuredRank:
     names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds")
     names = (*names, "communication_load_seconds", "memory_limit_bytes")
     required = (*names, "batch_sizes", "seconds", "spread", "memory", "bucket_ready")
-    # Profiles of earlier versions do not have it.
+    # Profiles of earlier versions do not have the accumulation overhead.
     section = require_object(document, required=required, optional=("accumulation_overhead_seconds",))
     memory = None
     if section["memory"] is not None:
@@ -289,6 +301,7 @@ def _read_ready(document: object) -> TimeCurve:
 
 
 def _read_curve(kind: type[_Item], batch_sizes: object, values: Sequence[Any], name: str) -> _Item:
+    # Entry by entry first: an error then names the place in the file, which the curve's own checks do not know.
     for index, size in enumerate(require_array(batch_sizes, "batch_sizes")):
         require_integer(size, f"batch_sizes[{index}]", least=1)
     for index, value in enumerate(require_array(values, name)):

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What the strategies do, as data for predictions: who shares a copy of the parameters, and what travels how."""
+"""The table of strategies for predictions: which ranks share a copy of the parameters, and what each one exchanges."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class SharedBy(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class StrategyTraits:
-    """What one strategy does.
+    """The properties of one strategy.
 
     Args:
         shared_by: the ranks that share one copy of parameters, gradients and optimizer states.
         gathers_twice: parameters are gathered in each forward and each backward; else once a step.
         is_offloaded: the copy is in host memory.
-        overlaps: on devices without streams, too, gradients travel between nodes while the backward goes on.
-        is_plain: of PyTorch alone, with what it does on gloo.
-        is_unequal: ranks get batches that suit their speed.
+        overlaps: gradients travel between nodes while the backward goes on, also on devices without streams.
+        is_plain: plain PyTorch (DDP, FSDP2, HSDP) with its own collectives on gloo, for comparison.
+        is_unequal: every rank gets a batch size that suits its speed.
     """
 
     shared_by: SharedBy
@@ -51,6 +51,7 @@ class StrategyTraits:
 
 _WORLD = {"shared_by": SharedBy.WORLD, "overlaps": False}
 
+# hdp and lshdp are ddp and lsdp with unequal batches: the batch sizes do not change what travels.
 STRATEGIES: dict[str, StrategyTraits] = {
     "torch_ddp": StrategyTraits(SharedBy.NOBODY, is_plain=True),
     "torch_fsdp": StrategyTraits(**_WORLD, gathers_twice=True, is_plain=True),
@@ -78,12 +79,13 @@ def strategy_traits(strategy: str) -> StrategyTraits:
 
 
 def group_sizes(traits: StrategyTraits, nodes: Sequence[int]) -> list[int]:
-    """Of each node: among how many ranks the copy of the parameters that its ranks use is cut.
+    """The number of ranks that share one copy of the parameters, for the ranks of each node: one entry a node.
 
     Nodes with different numbers of ranks cannot sum shards with each other, so there every rank holds a copy.
     """
     if traits.shared_by is SharedBy.WORLD:
         return [sum(nodes)] * len(nodes)
+    # Equal nodes only: shards of different sizes have no partner on the other nodes.
     if traits.shared_by is SharedBy.NODE and len(set(nodes)) == 1:
         return list(nodes)
     return [1] * len(nodes)
@@ -91,7 +93,7 @@ def group_sizes(traits: StrategyTraits, nodes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """How a strategy's payloads travel between nodes; None: they do not."""
+    """The collectives of a strategy between nodes, for parameters and gradients; None: it has no such exchange."""
 
     gather: Collective | None
     reduce_scatter: Collective | None
@@ -105,7 +107,8 @@ def collectives_of(
 
     Args:
         nodes: ranks on each node.
-        communication_dtype: int8 cannot be added on its way.
+        communication_dtype: the format of gradients. Ranks cannot add int8 values with different scales, so int8 has
+            collectives of its own.
         two_stage: world-sharded strategies exchange inside nodes and between them in two stages, where nodes have
             equal numbers of ranks.
     """
@@ -113,9 +116,11 @@ def collectives_of(
     if traits.shared_by is SharedBy.WORLD:
         if traits.is_plain:  # gloo's reduce-scatter is an all-reduce and a slice
             return Collectives(ring_all_gather, ring_all_reduce, None)
+        # Two stages need shards of equal size on every node.
         if two_stage and even:
             return Collectives(two_stage_all_gather, two_stage_reduce_scatter, None)
         return Collectives(ring_all_gather, all_to_all, None)
+    # Where each shard, or each whole gradient, is on one rank a node, these ranks sum it among themselves.
     if communication_dtype == "int8" and even and (traits.shared_by is SharedBy.NODE or nodes[0] == 1):
         return Collectives(None, None, quantised_all_reduce)
     if communication_dtype == "int8":
@@ -124,6 +129,7 @@ def collectives_of(
 
 
 def _quantised_over_all_ranks(payload: float, nodes: Sequence[int]) -> Exchange:
+    """The exchange of `payload` bytes by an all-to-all, sums on every rank, and an all-gather of the sums."""
     scattered, gathered = all_to_all(payload, nodes), ring_all_gather(payload, nodes)
     return Exchange(
         tuple(map(sum, zip(scattered.sent_bytes, gathered.sent_bytes, strict=True))),

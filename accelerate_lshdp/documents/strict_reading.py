@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The one way from the bytes of a JSON or YAML file to plain values: what no reader expects stops here, by its place.
+"""Strict readers of JSON and YAML files: from bytes to plain values, or one `PlanError` that says where.
 
-Out come objects with string keys, lists, strings, booleans, null, finite floats and integers of 64 bits, nested no
-deeper than any real file. Everything else is one `PlanError` that says what was found, where, and what was expected:
-repeated keys, tags, recursive aliases, dates, integers of thousands of digits, text that is not UTF-8.
+Plain values are objects with string keys, lists, strings, booleans, null, finite floats and integers of 64 bits,
+nested at most `DEEPEST_NESTING` levels. Everything else is an error that says what was found, where, and what was
+expected: repeated keys, tags, recursive aliases, integers of thousands of digits, text that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from accelerate_lshdp.documents.value_checks import PlanError, at_key, describe,
 if TYPE_CHECKING:
     import yaml
 
-# Deep enough for any curve or certificate; a cyclic or hostile document stops here, not at the interpreter's limit.
+# Deep enough for any curve or certificate. A cyclic or hostile document stops here, not at the interpreter's recursion
+# limit, which would raise in the middle of a parser.
 DEEPEST_NESTING = 64
 #: A results file of a large benchmark has some megabytes, a file that a person wrote some kilobytes.
 MOST_BYTES = 1 << 28
@@ -33,7 +34,7 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 class _RepeatedKeys(dict[str, Any]):
-    """A JSON object in which some key appeared more than once; `json` would keep the last one without a word."""
+    """A JSON object in which some key appeared more than once; plain `json` would keep the last value silently."""
 
     def __init__(self, pairs: list[tuple[str, Any]], repeated: str) -> None:
         super().__init__(pairs)
@@ -52,6 +53,7 @@ def read_text(path: str | os.PathLike[str], what: str = "plan") -> str:
     """
     try:
         path = Path(path)
+        # Before reading: a wrong path may name a disk image, which must not fill the memory.
         if path.stat().st_size > MOST_BYTES:
             raise PlanError(f"found {path.stat().st_size} bytes, expected a {what}, which has far less. Correct it.")
         return path.read_text(encoding="utf-8-sig")
@@ -64,7 +66,7 @@ def read_text(path: str | os.PathLike[str], what: str = "plan") -> str:
             f"found bytes that are not UTF-8 (at offset {error.start}), expected a {what}. Save it as UTF-8 text."
         ) from None
     except PlanError:
-        raise
+        raise  # a ValueError itself, which the next clause would catch
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise PlanError(f"cannot read it ({error}), expected a {what}. Give a file that can be read.") from None
 
@@ -124,6 +126,8 @@ def parse_yaml(text: str, what: str) -> Any:
         raise PlanError(f"found nothing, expected a {what}. Write one.")
     if len(text) > MOST_YAML_CHARACTERS:
         raise PlanError(f"found {len(text)} characters, expected a {what}, which has far less. Correct it.")
+    # Three passes, each safe after the one before: the graph of nodes, with a limit of depth; its size with all
+    # aliases written out, which may grow exponentially; then the values.
     loader = None
     try:
         loader = _strict_loader()(text)
@@ -144,13 +148,13 @@ def parse_yaml(text: str, what: str) -> Any:
         raise PlanError(f"found text that is not YAML ({said}), expected a {what}. Correct it.") from None
     finally:
         if loader is not None:
-            loader.dispose()
+            loader.dispose()  # breaks the reference cycles of the parser's state
     require_json(value)
     return value
 
 
 def require_json(value: object, path: str = "", depth: int = 0) -> None:
-    """Raises PlanError at the first thing in `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys."""
+    """Raises PlanError for the first part of `value` that JSON cannot carry unchanged: NaN, tuples, repeated keys."""
     if depth > DEEPEST_NESTING:
         raise PlanError(_TOO_DEEP, path=path)
     if isinstance(value, _RepeatedKeys):
@@ -179,7 +183,7 @@ def require_json(value: object, path: str = "", depth: int = 0) -> None:
 
 
 def _strict_loader() -> type[yaml.SafeLoader]:
-    """PyYAML's safe loader up to the graph of nodes, which it composes by recursion."""
+    """PyYAML's safe loader, with a limit of nesting and without timestamps; a function, as yaml is imported late."""
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
@@ -203,10 +207,15 @@ def _strict_loader() -> type[yaml.SafeLoader]:
 
 
 def _require_finite(node: yaml.Node, counted: dict[yaml.Node, int], open_nodes: set[yaml.Node]) -> int:
-    """How many values a node stands for with all aliases written out.
+    """The number of values that a node stands for with all aliases written out.
+
+    Args:
+        node: the node.
+        counted: results for nodes that were visited, so that shared ones are visited once.
+        open_nodes: the nodes that contain this one.
 
     Raises:
-        PlanError: no finite number, or too many.
+        PlanError: the number is not finite, or above `MOST_YAML_VALUES`.
     """
     if node in open_nodes:
         raise PlanError(
@@ -224,7 +233,11 @@ def _require_finite(node: yaml.Node, counted: dict[yaml.Node, int], open_nodes: 
 
 
 def _plain(node: yaml.Node, loader: yaml.SafeLoader, path: str = "", depth: int = 0) -> Any:
-    """The value of a node, with its place in every error."""
+    """The plain value of a YAML node.
+
+    Raises:
+        PlanError: the node is not plain; it says the JSON path and the line.
+    """
     import yaml
 
     if node.tag not in _PLAIN_TAGS:
@@ -255,6 +268,7 @@ def _plain(node: yaml.Node, loader: yaml.SafeLoader, path: str = "", depth: int 
     merged: dict[str, Any] = {}
     for key_node, value_node in node.value:
         if key_node.tag == _MERGE_TAG:
+            # YAML 1.1: of several tables the first one wins, and the object's own keys win over all of them.
             for found in _merged(value_node, loader, path, depth):
                 merged = {**found, **merged}
             continue

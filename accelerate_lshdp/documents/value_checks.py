@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Strict checks of the values in documents: each passes, or is one precise error.
+"""Checks of single values in documents, each of which returns or raises a `PlanError` with the value's JSON path.
 
-Nothing here knows what a plan means. It knows how to say where a value stands ("batch.ranks[1].micro_batch_size"),
-what was found there, what was expected and what to do about it. `strict_reading` makes the values.
+An error says where the value stands ("batch.ranks[1].micro_batch_size"), what was found there, what was expected and
+what to do. The checks know nothing of plans, profiles or results. `strict_reading` makes the values.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -45,10 +46,11 @@ class PlanError(ValueError):
 
 @contextmanager
 def located(path: str = "", source: str | None = None) -> Iterator[None]:
-    """Adds where it happened to a `PlanError` raised in the block: `path` before its path, `source` if it has none."""
+    """Prefixes the path of a `PlanError` raised in the block with `path`, and gives it `source` if it has none."""
     try:
         yield
     except PlanError as error:
+        # From the first cause: a traceback should not list one PlanError for every level of nesting.
         raise PlanError(error.message, path=join(path, error.path), source=error.source or source) from error.__cause__
 
 
@@ -59,6 +61,7 @@ def join(parent: str, child: str) -> str:
 
 def at_key(parent: str, key: str) -> str:
     """The JSON path of the value under `key` of the object at `parent`."""
+    # Keys come from the user's file: a long one must not hide the rest of the message.
     key = key if len(key) <= 60 else key[:57] + "..."
     return join(parent, key if key.isidentifier() else f"[{json.dumps(key)}]")
 
@@ -67,6 +70,7 @@ def describe(value: object) -> str:
     """A value as an error message shows it: its JSON form, shortened, and its kind where that may be the mistake."""
     if value is None:
         return "null"
+    # Before int: bool is a subclass of it, and `true` is what the file says.
     if isinstance(value, bool):
         return f"{str(value).lower()} (a boolean)"
     if isinstance(value, int):
@@ -88,12 +92,24 @@ def nearest(word: object, choices: Iterable[str]) -> str:
     """' Did you mean "..."?' for the choice that looks most like `word`, or nothing where none does."""
     if not isinstance(word, str):
         return ""
+    # Below a similarity of 0.5 suggestions are more often wrong than right.
     close = difflib.get_close_matches(word.lower(), list(choices), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
+def plain_integer(value: object) -> object:
+    """NumPy and torch integers as int, so that an array of sizes can be given as it is; anything else unchanged."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:  # arrays and floating tensors have __index__ too; the field's own check names them
+        return value
+
+
 def require_integer(value: object, path: str, *, least: int, most: int = LARGEST_BATCH) -> None:
     """Raises PlanError unless `value` is an int (not a bool) in [least, most]."""
+    # bool is a subclass of int: without the first test `true` would pass for 1.
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise PlanError(
             f"found {describe(value)}, expected an integer from {least} to {most}. Correct this value.", path=path
@@ -132,7 +148,7 @@ def require_choice(value: object, path: str, choices: Iterable[str]) -> None:
 
 
 def require_list(value: object, path: str, what: str) -> list[Any]:
-    """Returns `value`; raises PlanError unless it is a list with something in it."""
+    """Returns `value`; raises PlanError unless it is a list with at least one entry."""
     if not isinstance(value, list) or not value:
         raise PlanError(
             f"found {describe(value)}, expected a list with one entry for each {what}. Write one.", path=path
@@ -160,6 +176,7 @@ def require_object(
         raise PlanError(
             f"found {describe(value)}, expected an object with keys out of {listed}. Write one.", path=path
         )
+    # Unknown keys first: a misspelt key is both unknown and missing, and the hint belongs to what was written.
     for key in value:
         if key not in known:
             hint = nearest(key, known) or " Remove it."
@@ -171,9 +188,12 @@ def require_object(
 
 
 def require_version(document: object, version: int) -> None:
-    """Raises PlanError if `document` has another version: asked first, as other errors may follow from it."""
+    """Raises PlanError if `document` has another version.
+
+    Readers call it before all other checks, as a file of another version may break any of them.
+    """
     if not isinstance(document, dict) or "version" not in document:
-        return
+        return  # `require_object` says what is missing
     found = document["version"]
     if isinstance(found, bool) or not isinstance(found, int) or found != version:
         raise PlanError(

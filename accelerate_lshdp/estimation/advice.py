@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Which strategy to choose, and why: from the estimates of all of them."""
+"""`advise`: the strategy to choose, and the reasons, from the estimates of all strategies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 
 
 _EXACT = "fp32"
-#: Predictions are not better than that: of strategies that differ by less, the simpler one is chosen.
+#: Relative error of predictions: of strategies whose step times differ by less, the simpler one is chosen.
 _ALIKE = 0.03
-#: From simple to elaborate: the first ones need least explanation.
+#: Strategies from simple to elaborate; ties go to the first.
 _SIMPLICITY = ("ddp", "hdp", "lsdp", "lshdp", "group_sharding", "zero2", "fsdp", "fsdp_offload")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to choose.
+    """The strategies to choose.
 
     Args:
         exact: the fastest estimate whose gradients are exact; None: nothing fits.
-        lossy: the fastest of all, if it is faster than `exact` by more than predictions differ; else None.
-        reasons: sentences.
+        lossy: the fastest of all, if it is faster than `exact` by more than the error of predictions; else None.
+        reasons: sentences that explain the choice.
     """
 
     exact: Estimate | None
@@ -34,10 +34,17 @@ class Advice:
 
 
 def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> Advice:
-    """Chooses among the estimates that fit."""
+    """Chooses among the estimates that fit the memory.
+
+    Args:
+        model: the measured model.
+        cluster: nodes and network.
+        estimates: of all strategies and formats; plain `ddp` must be among them.
+    """
     fitting = [estimate for estimate in estimates if estimate.prediction is not None]
     exact = _fastest([estimate for estimate in fitting if estimate.communication_dtype == _EXACT])
     lossy = _fastest(fitting)
+    # Rounded gradients cost accuracy: they are worth a word only where they save time for certain.
     if exact is not None and lossy is not None and _seconds(lossy) > (1 - _ALIKE) * _seconds(exact):
         lossy = None
     reasons = [_memory_reason(cluster, estimates)]
@@ -45,7 +52,7 @@ def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[
         chosen = exact or lossy
         reasons += [_network_reason(cluster, chosen), *_speed_reason(cluster, estimates, chosen)]
     elif not any(estimate.fits for estimate in estimates):
-        reasons.append("Nothing fits. " + _way_out(model))
+        reasons.append("Nothing fits. " + _advice_if_nothing_fits(model))
     else:
         reasons.append("The global batch cannot be cut: " + next(e.problem for e in estimates if e.fits) + ".")
     return Advice(exact, lossy, tuple(reasons))
@@ -56,6 +63,7 @@ def _seconds(estimate: Estimate) -> float:
 
 
 def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The simplest strategy among those within the error of the fastest; of one strategy's formats the fastest."""
     if not estimates:
         return None
     best = min(map(_seconds, estimates))
@@ -97,6 +105,7 @@ def _speed_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate], chos
     )
     if equal is None or unequal is None:
         return []
+    # Of the equal split: there every rank's seconds are those of the same work.
     speeds = [
         size / rank.compute_seconds for size, rank in zip(equal.batch_sizes, equal.prediction.ranks, strict=True)
     ]
@@ -107,7 +116,8 @@ def _speed_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate], chos
     return [f"{spread}: batch sizes that follow the speeds save {saved:.0%} of the step ({unequal.strategy})."]
 
 
-def _way_out(model: MeasuredModel) -> str:
+def _advice_if_nothing_fits(model: MeasuredModel) -> str:
+    # Activations of one sample beyond the parameters in fp32: sharding them would not help.
     if model.activation_bytes > 4 * model.counts.parameters:
         return "Activations of one sample are large: use gradient checkpointing, shorter sequences, or bf16."
     return "Use more or larger nodes, or --precision bf16."

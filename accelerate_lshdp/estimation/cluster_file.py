@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The cluster of an estimate: the emulated cluster's YAML file, and real hardware in the same form.
+"""`EstimatedCluster`: the cluster of an estimate, read from a YAML file: the emulated cluster's form plus devices.
 
 nodes:
   - {device: RTX 3090, ranks: 2, memory: 64 GiB}           # ranks: devices; memory: of the host; cpu: its cores
@@ -26,22 +26,22 @@ from accelerate_lshdp.estimation.devices import (
 )
 
 
-_REAL = ("device", "tflops", "device_memory")
-#: Cores of a host with devices, where the file does not say.
+_HARDWARE_KEYS = ("device", "tflops", "device_memory")
+#: Number of cores of a host with devices, where the file does not say.
 _HOST_CORES = 8.0
 _MOST_TERAFLOPS = 1e6  # far above any device
 
 
 @dataclass(frozen=True)
 class EstimatedNode:
-    """One machine.
+    """One machine of an estimate.
 
     Args:
-        ranks: training processes, one a device.
-        cores: of the host.
-        memory_bytes: of the host; None: not known.
-        device: of each rank; None: ranks compute on the host's cores.
-        core_flops: operations a second that a core reaches in training.
+        ranks: number of training processes, one a device.
+        cores: number of the host's cores.
+        memory_bytes: memory of the host; None: not known.
+        device: the device of each rank; None: ranks compute on the host's cores.
+        core_flops: floating-point operations per second that a core reaches in training.
     """
 
     ranks: int
@@ -52,17 +52,18 @@ class EstimatedNode:
 
     @property
     def name(self) -> str:
-        """As people call its processors."""
+        """The name of its processors for tables and messages."""
         return self.device.name if self.device is not None else f"{self.cores:g} CPU cores"
 
     def rank_flops(self, mixed_precision: str) -> float:
-        """Operations a second of one rank."""
+        """Floating-point operations per second of one rank."""
         if self.device is not None:
             return self.device.flops_in(mixed_precision)
+        # CPUs get no gain from half precision here: few have units for it.
         return self.core_flops * self.cores / self.ranks
 
     def optimizer_seconds(self, parameters: float, on_host: bool) -> float:
-        """Of a step of one rank with so many parameters, while the node's other ranks do theirs."""
+        """Seconds of one rank's optimizer step on `parameters` parameters, beside those of the node's other ranks."""
         if self.device is not None and not on_host:
             return self.device.optimizer_seconds(parameters)
         return parameters * CORE_OPTIMIZER_SECONDS * self.ranks / self.cores
@@ -108,15 +109,15 @@ def load_cluster(path: str | Path) -> EstimatedCluster:
 
 
 def read_cluster(document: Any) -> EstimatedCluster:
-    """From what the YAML file holds.
+    """The cluster that the values of a YAML file describe.
 
     Raises:
         ValueError: unknown or missing keys, wrong types, impossible values.
     """
-    emulated, real = _split(document)
+    emulated, hardware = _split(document)
     description = ClusterDescription.from_dict(emulated)
     nodes = []
-    for index, (node, found) in enumerate(zip(description.nodes, real, strict=True)):
+    for index, (node, found) in enumerate(zip(description.nodes, hardware, strict=True)):
         try:
             nodes.append(_node(node, found))
         except ValueError as error:
@@ -126,17 +127,18 @@ def read_cluster(document: Any) -> EstimatedCluster:
 
 
 def _split(document: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """What the emulated cluster's own reader reads, and the rest of each node."""
+    """The document without the keys of devices, for `ClusterDescription`; and these keys of each node."""
     if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
         return document, []  # its reader says what is wrong
-    nodes, real = [], []
+    nodes, hardware = [], []
     for node in document["nodes"]:
         if not isinstance(node, dict):
             return document, []
-        real.append({key: node[key] for key in _REAL if key in node})
-        rest = {key: value for key, value in node.items() if key not in _REAL}
+        hardware.append({key: node[key] for key in _HARDWARE_KEYS if key in node})
+        rest = {key: value for key, value in node.items() if key not in _HARDWARE_KEYS}
+        # A file may leave out the cores of a host with devices, which its reader demands.
         nodes.append({"cpu": _HOST_CORES, **rest} if "device" in node else rest)
-    return {**document, "nodes": nodes}, real
+    return {**document, "nodes": nodes}, hardware
 
 
 def _node(node: NodeDescription, found: dict[str, Any]) -> EstimatedNode:

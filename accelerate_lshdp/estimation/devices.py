@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How fast devices are that nobody has measured: what their makers say, and how much of it training reaches."""
+"""Speed and memory of devices for estimates: nominal rates, and the fraction of them that training reaches."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import re
 from dataclasses import dataclass
 
 
-#: Of a device's peak rate, in training. Assumed; models and batches differ much: give `tflops` or a profile.
+#: Fraction of a device's peak rate in training. Assumed; models and batches differ much: give `tflops` or a profile.
 ATTAINED = 0.4
-#: A CPU core, in fp32: derived from step times of a ViT under CPU quotas on one machine, so only a rough guide.
+#: Operations per second of a CPU core in fp32: derived from step times of a ViT under CPU quotas on one machine, so
+#: only a rough guide.
 CORE_FLOPS = 7.5e10
-#: One AdamW step on one core, a parameter (CPU seconds, one run on a busy machine).
+#: CPU seconds of an AdamW step for each parameter on one core (one run on a busy machine).
 CORE_OPTIMIZER_SECONDS = 1.5e-9
+# Memory traffic of AdamW in fp32 for each parameter: reads parameter, gradient and two moments, writes all but the
+# gradient.
 _OPTIMIZER_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator.
+    """An accelerator device.
 
     Args:
-        name: of the product.
-        flops: operations a second that training reaches in fp32.
+        name: name of the product.
+        flops: floating-point operations per second that training reaches in fp32.
         half_flops: the same in bf16 or fp16.
-        memory_bytes: None: not known.
-        bytes_per_second: of its memory.
+        memory_bytes: memory of the device; None: not known.
+        bytes_per_second: bandwidth of its memory.
     """
 
     name: str
@@ -35,11 +38,11 @@ class Device:
     bytes_per_second: float
 
     def flops_in(self, mixed_precision: str) -> float:
-        """Operations a second under accelerate's `mixed_precision`."""
+        """Floating-point operations per second under accelerate's `mixed_precision`."""
         return self.flops if mixed_precision == "no" else self.half_flops
 
     def optimizer_seconds(self, parameters: float) -> float:
-        """Of an AdamW step of so many parameters: as fast as its memory."""
+        """Seconds of an AdamW step on `parameters` parameters, which the bandwidth of the memory bounds."""
         return parameters * _OPTIMIZER_BYTES / self.bytes_per_second
 
 
@@ -71,12 +74,12 @@ _UNKNOWN_BANDWIDTH = 500e9
 
 
 def find_device(name: str, teraflops: float | None = None, memory_bytes: int | None = None) -> Device:
-    """A device by its name, with what the user knows better.
+    """The device with a name, with the figures that the user gives instead of the table's.
 
     Args:
-        name: of the product; "NVIDIA", "GeForce", "Tesla" and the like do not matter.
-        teraflops: what it reaches in training, in the precision that is used.
-        memory_bytes: of each device.
+        name: name of the product; "NVIDIA", "GeForce", "Tesla" and the like are ignored.
+        teraflops: 1e12 operations per second that it reaches in training, in the precision that is used.
+        memory_bytes: memory of each device.
 
     Raises:
         ValueError: the name is unknown, and nothing says how fast it is.
@@ -88,6 +91,7 @@ def find_device(name: str, teraflops: float | None = None, memory_bytes: int | N
             " 1e12 operations a second that it reaches in training"
         )
     found = DEVICES[known] if known is not None else Device(name, 0.0, 0.0, None, _UNKNOWN_BANDWIDTH)
+    # The user's figure is for the precision in use, whichever that is, so it stands for both.
     flops, half = (found.flops, found.half_flops) if teraflops is None else (teraflops * 1e12,) * 2
     return Device(found.name, flops, half, memory_bytes or found.memory_bytes, found.bytes_per_second)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Every strategy for one model on one cluster: what it needs, what it sends, how long its step takes."""
+"""Estimates of every strategy for one model on one cluster: memory, bytes sent, and seconds of a step."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
-from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, Handling, ModelSize
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, RankMemory, rank_memory
+from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
 from accelerate_lshdp.planning.cost.step_simulation import Processors
-from accelerate_lshdp.planning.cost.strategy_time import StepPrediction, predict_step
+from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
 STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")
 FORMATS = ("fp32", "bf16", "int8", "powersgd")
 #: Formats that need the same ranks to reduce the same buffers between nodes.
 _BETWEEN_NODES_ONLY = ("int8", "powersgd")
-#: What gloo takes of one core: a byte that is sent, received and added; a collective. Chosen so that predictions agree
-#: with steps of an emulated cluster, not measured by themselves; `profiling.handling` measures them.
+#: CPU seconds of gloo on one core: for a byte that is sent, received and added; for a collective. Chosen so that
+#: predictions agree with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost`
+#: measures them.
 _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
-#: What compressing and decompressing take of one core, a byte of fp32. Assumed: no measurement stands behind them.
+#: CPU seconds on one core for compressing and decompressing a byte of fp32. Assumed, not measured.
 _CONVERSION_SECONDS = {"fp32": 0.0, "bf16": 0.3e-9, "int8": 0.8e-9, "powersgd": 1.0e-9}
-#: Between host memory and a device, and between devices of one host: assumed, as of PCIe 3.0 with 16 lanes.
+#: The link between host memory and a device, and between devices of one host: assumed to be PCIe 3.0 with 16 lanes.
 _PCI_EXPRESS = Link(20e-6, 1 / 12e9)
-#: What the process itself needs: libraries in host memory, kernels and workspaces on a device. Assumed.
+#: Bytes of the process itself: libraries in host memory, kernels and workspaces on a device. Assumed.
 PROCESS_HOST_BYTES, PROCESS_DEVICE_BYTES = 400 * 2**20, 600 * 2**20
-#: Of memory, for what no estimate sees: fragments, temporary tensors.
+#: Usable fraction of memory; the rest is for fragments and temporary tensors, which no estimate sees.
 _USABLE = 0.95
+#: Period of the quotas of emulated nodes, in seconds.
 _QUOTA_PERIOD_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One strategy with one format.
+    """The estimate of one strategy with one format of gradients.
 
     Args:
         strategy: one of `STRATEGIES`.
         communication_dtype: one of `FORMATS`.
         micro_batches: (size, accumulation steps) of each rank; empty without a prediction.
-        memory: of a rank of each node, with its micro-batch; with one sample without a prediction.
-        device_bytes: of the device of each node's ranks, everything counted; None: it computes in host memory.
-        host_bytes: of each node.
-        prediction: None if it does not fit, or the global batch cannot be cut.
-        problem: why there is no prediction, or None.
+        memory: memory of a rank of each node with its micro-batch; with one sample where there is no prediction.
+        device_bytes: bytes on one device of each node, the process included; None: its ranks compute in host memory.
+        host_bytes: bytes in the host memory of each node.
+        prediction: the predicted step; None if it does not fit, or the global batch cannot be cut.
+        problem: the reason why there is no prediction, or None.
         fits: whether memory suffices for one sample a rank.
     """
 
@@ -88,15 +91,15 @@ def estimate_all(
     formats: Sequence[str] = FORMATS,
     profiles: Sequence[RankProfile] | None = None,
 ) -> list[Estimate]:
-    """All strategies in all formats that make sense for them.
+    """The estimates of all strategies in all formats that their gradients can travel in.
 
     Args:
-        model: as measured on fake tensors.
+        model: the model, measured on fake tensors.
         cluster: nodes and network.
         total_batch_size: samples in a global batch.
         mixed_precision: "no", "bf16" or "fp16".
-        formats: of gradients.
-        profiles: what was measured of each rank, its optimizer step as `fixed_seconds`. None: estimated.
+        formats: formats of gradients to estimate.
+        profiles: measured profile of each rank, with its optimizer step as `fixed_seconds`. None: estimated.
 
     Raises:
         ValueError: fewer samples than ranks, or another number of profiles.
@@ -114,11 +117,18 @@ def estimate_all(
 
 
 def powersgd_bytes(matrices: Sequence[tuple[int, int]], rank: int = POWERSGD_RANK) -> float:
-    """What a gradient has on the wire as thin matrices; those that would not get smaller travel as they are."""
+    """Bytes of a gradient on the wire under PowerSGD: two thin fp32 matrices for each matrix that they make smaller.
+
+    Args:
+        matrices: (rows, columns) of each trainable parameter.
+        rank: rank of the approximation (Vogels et al., 2019).
+    """
     return 4.0 * sum(min(rank * (rows + columns), rows * columns) for rows, columns in matrices)
 
 
 class _Estimator:
+    """Estimates one strategy with one format."""
+
     def __init__(
         self,
         model: MeasuredModel,
@@ -135,7 +145,7 @@ class _Estimator:
         self.accumulates = False
 
     def estimate(self) -> Estimate:
-        # Accumulation needs memory of its own, so it is tried without first.
+        # Accumulation needs memory of its own, which makes micro-batches smaller, so it is tried without first.
         for self.accumulates in (False, True):
             largest = [self._largest_micro_batch(node, index) for index, node in enumerate(self.cluster.nodes)]
             if min(largest) < 1:
@@ -180,15 +190,15 @@ class _Estimator:
         )
 
     def _needs(self, node: EstimatedNode, rank: RankMemory) -> tuple[float | None, float]:
-        """Bytes of one device of a node, and of its host."""
+        """Bytes of one device of a node (None: it has none), and of the node's host."""
         if node.device is None:
             return None, node.ranks * (rank.total_bytes + PROCESS_HOST_BYTES)
         return rank.device_bytes + PROCESS_DEVICE_BYTES, node.ranks * (rank.host_bytes + PROCESS_HOST_BYTES)
 
     def _largest_micro_batch(self, node: EstimatedNode, index: int) -> int:
-        """The most samples at once that a node's ranks have memory for."""
+        """The largest micro-batch, in samples, that a node's ranks have memory for."""
         device, host = self._needs(node, self._memory([0] * len(self.cluster.nodes))[index])
-        each = self.model.activations(1)
+        each = self.model.activations(1)  # bytes; memory is linear in the samples
         rooms = []
         if device is not None and node.device.memory_bytes is not None:
             rooms.append((node.device.memory_bytes * _USABLE - device) / each)
@@ -224,20 +234,21 @@ class _Estimator:
     # Time
 
     def _rank_profiles(self, largest: Sequence[int]) -> Iterator[RankProfile]:
-        """Each rank as the planner sees it; its optimizer step is that of all parameters."""
+        """The profile of each rank; its optimizer step is that of all parameters (`predict_step` takes a share)."""
         of_rank = [most for most, node in zip(largest, self.cluster.nodes, strict=True) for _ in range(node.ranks)]
         for rank, (node, most) in enumerate(zip(self.cluster.node_of_rank, of_rank, strict=True)):
             if self.profiles is not None:
                 measured = self.profiles[rank]
                 yield replace(measured, max_micro_batch_size=min(most, measured.max_micro_batch_size))
                 continue
+            # No constant part: kernels' launch times are unknown without a measurement.
             seconds = self.model.flops / node.rank_flops(self.mixed_precision)
             curve = TimeCurve((1, most), (seconds, most * seconds)) if most > 1 else TimeCurve((1,), (seconds,))
             optimizer = node.optimizer_seconds(self.model.counts.trainable, self.traits.is_offloaded)
             yield RankProfile(curve, most, fixed_seconds=optimizer)
 
     def _micro_batches(self, profiles: Sequence[RankProfile]) -> list[tuple[int, int]]:
-        """The best sizes for unequal strategies, else equal ones: as few micro-batches as memory allows."""
+        """(size, steps) of each rank: the best sizes for unequal strategies, else equal ones in few micro-batches."""
         if not self.traits.is_unequal:  # as if all ranks were the slowest one, with the least memory
             slowest = max(profiles, key=lambda profile: profile.time(1))
             most = min(profile.max_micro_batch_size for profile in profiles)
@@ -262,12 +273,14 @@ class _Estimator:
 
     def _cluster_model(self) -> ClusterModel:
         nodes, cluster = self.cluster.nodes, self.cluster
-        one_core = Handling(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
+        one_core = CommunicationCost(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
         has_devices = cluster.has_devices
         return ClusterModel(
             cluster.node_sizes,
             cluster.link,
-            handling=tuple(Handling() if node.device is not None else one_core.on(node.cores) for node in nodes),
+            communication_costs=tuple(
+                CommunicationCost() if node.device is not None else one_core.on(node.cores) for node in nodes
+            ),
             processors=tuple(
                 Processors()
                 if node.device is not None

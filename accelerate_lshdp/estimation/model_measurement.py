@@ -2,7 +2,7 @@
 """Measures a model without weights: parameters, units, activations and floating-point operations.
 
 The model is built and trained for one step on fake tensors, which have shapes and no content. Its real code runs, so
-that what is kept for the backward is what a real run would keep.
+the tensors that are kept for the backward are those of a real run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """What a model takes.
+    """Sizes and operations of a model.
 
     Args:
-        name: its class and what one sample is.
-        counts: of its parameters.
+        name: its class, and the kind of one sample.
+        counts: numbers of its parameters.
         matrices: (rows, columns) of each trainable parameter; vectors have one column.
-        activation_bytes: kept for the backward of one sample.
-        transient_bytes: of the largest of these, whose gradient is beside it for a moment, for one sample.
-        flops: of forward and backward of one sample; a multiplication and an addition are two.
+        activation_bytes: bytes that are kept for the backward of one sample.
+        transient_bytes: bytes of the largest of these tensors for one sample; its gradient exists beside it for a
+            moment.
+        flops: operations of forward and backward of one sample; a multiplication and an addition are two.
     """
 
     name: str
@@ -48,13 +49,18 @@ class MeasuredModel:
     flops: float
 
     def activations(self, samples: int) -> float:
-        """Bytes of a micro-batch of so many samples, with the largest gradient of an activation."""
+        """Bytes of activations of a micro-batch of `samples` samples, with the largest gradient of an activation."""
         return samples * (self.activation_bytes + self.transient_bytes)
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What a forward keeps for the backward, parameters, buffers and inputs aside, and the largest tensor of it."""
+    """Bytes that a forward keeps for the backward, without parameters, buffers and inputs.
+
+    Args:
+        total: bytes of all kept tensors.
+        largest: bytes of the largest one.
+    """
 
     total: int
     largest: int
@@ -90,7 +96,7 @@ def measure_config(
         f"{kind.__name__}, {_describe(inputs[0])}",
         counts,
         matrices,
-        # What does not grow with the batch is nothing beside what does.
+        # The difference of two samples and one; the constant part (position indices, masks) is negligible beside it.
         float(max(two.total - one.total, 0)),
         float(max(two.largest - one.largest, 0)),
         float(flops),
@@ -98,7 +104,7 @@ def measure_config(
 
 
 def _build(kind: type[nn.Module], config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """A model whose weights are in `dtype`. They are not initialised: some ways to do so look at the values."""
+    """A model with uninitialised weights in `dtype`: some initialisations would read values of fake tensors."""
     from transformers.initialization import no_init_weights
 
     before = torch.get_default_dtype()
@@ -128,7 +134,7 @@ def _count(model: nn.Module) -> tuple[ModelCounts, tuple[tuple[int, int], ...]]:
 
 
 def saved_bytes(model: nn.Module, inputs: dict[str, Any]) -> SavedBytes:
-    """What autograd keeps between forward and backward, each storage once."""
+    """The bytes that autograd keeps between forward and backward, each storage counted once."""
     known = [*model.parameters(), *model.buffers(), *(v for v in inputs.values() if isinstance(v, torch.Tensor))]
     known_storages = {tensor.untyped_storage()._cdata for tensor in known}
     kept: dict[int, torch.Tensor] = {}  # tensors stay alive, so that no storage takes the place of another
@@ -147,7 +153,7 @@ def saved_bytes(model: nn.Module, inputs: dict[str, Any]) -> SavedBytes:
 
 def _count_flops(model: nn.Module, inputs: dict[str, Any]) -> int:
     aten = torch.ops.aten
-    # torch counts those of GPUs only.
+    # torch has formulas for the attention kernels of GPUs only.
     attention_on_cpus = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
@@ -171,7 +177,7 @@ def _attention_backward_flops(
 def _inputs(
     config: PretrainedConfig, model: nn.Module, samples: int, sequence_length: int | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A batch with labels."""
+    """A batch of `samples` samples with labels, as the model's forward takes it."""
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""From a name, folder or file to a transformers configuration, and from that to a model without weights."""
+"""Finds a transformers configuration by name, folder or file, and the model class that it trains."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ KNOWN_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         for patch in (16, 32)
     },
 }
-#: What is tried for configurations that name no architecture, in this order.
+#: Tasks that are tried, in this order, for configurations that name no architecture.
 _TASKS = ("ForImageClassification", "ForSeq2SeqLM", "ForMaskedLM", "ForCausalLM", "ForSequenceClassification")
 
 
 def load_config(source: str) -> PretrainedConfig:
-    """The configuration of a model.
+    """The transformers configuration of a model.
 
     Args:
         source: a key of `KNOWN_CONFIGS`, a JSON file, a folder with a ``config.json``, or a name on the Hugging Face
@@ -63,6 +63,7 @@ def load_config(source: str) -> PretrainedConfig:
     """
     from transformers import AutoConfig
 
+    # Known names first: they work without a network, and a folder of the same name can be given as ./name.
     if source in KNOWN_CONFIGS:
         kind, changes = KNOWN_CONFIGS[source]
         return AutoConfig.for_model(kind, **changes)
@@ -73,6 +74,7 @@ def load_config(source: str) -> PretrainedConfig:
         if not (path / "config.json").is_file():
             raise ValueError(f"found no config.json in {path}, expected the folder of a transformers model")
         return _read_config(path / "config.json")
+    # What looks like a path is not sent to the Hub: its error would not be about the path.
     if path.suffix == ".json" or source.startswith((".", "/", "~")):
         raise ValueError(f"found no file or folder {source}, expected a configuration: correct the path")
     try:

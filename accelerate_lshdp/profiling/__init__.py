@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Measures what the planner needs to know about each rank.
+"""Measurement of each rank's times and memory, and of the network, for the planner.
 
 The public names are imported on first use, so that profiles can be read without loading torch.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 _MODULE_OF = {
     "Profile": "accelerate_lshdp.documents.profile",
     "ProfileError": "accelerate_lshdp.documents.profile",
-    "ProfilingOptions": "accelerate_lshdp.profiling.session",
+    "ProfilingOptions": "accelerate_lshdp.profiling.options",
     "Slowdown": "accelerate_lshdp.profiling.emulation",
     "Subject": "accelerate_lshdp.profiling.subject",
     "probe_sizes": "accelerate_lshdp.profiling.probing",
@@ -36,8 +36,9 @@ __all__ = [
 if TYPE_CHECKING:
     from accelerate_lshdp.documents.profile import Profile, ProfileError, read_profiles, write_profiles
     from accelerate_lshdp.profiling.emulation import Slowdown
+    from accelerate_lshdp.profiling.options import ProfilingOptions
     from accelerate_lshdp.profiling.probing import probe_sizes
-    from accelerate_lshdp.profiling.session import ProfilingOptions, profile_ranks
+    from accelerate_lshdp.profiling.session import profile_ranks
     from accelerate_lshdp.profiling.subject import Subject
 
 

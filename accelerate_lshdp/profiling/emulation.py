@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A slower machine, emulated on a fast one, for demonstrations and tests.
+"""`Slowdown`: emulates a slower machine on a fast one by sleeping, for demonstrations and tests.
 
-After each piece of its own work a slowed rank sleeps (factor - 1) times as long as that piece took. What it sleeps is
-real time, grows with the number of samples as the work does, and contains nothing of the network: time that the rank
+After each piece of its own work a slowed rank sleeps (factor - 1) times as long as that piece took. The sleep is real
+time, grows with the number of samples as the work does, and contains nothing of the network: time that the rank
 waits for others is not stretched. Results are unchanged to the bit.
 
 Sleeping piece by piece, and not once a micro-batch, is what makes it resemble a slow machine where ranks meet within
@@ -32,8 +32,8 @@ class Slowdown:
     Args:
         modules: the pieces, for example a model's blocks; none inside another. Work outside of them is not slowed.
             They may be prepared before or afterwards, and are to be called once a micro-batch each.
-        factor: how many times as long they take, at least 1.
-        device: where they run; it is waited for at the ends of each piece. None: the CPU.
+        factor: multiple of their own seconds that they take, at least 1.
+        device: the device that they run on, which is synchronised at both ends of each piece. None: the CPU.
         clock: seconds, monotonic.
         sleep: waits for so many seconds.
 
@@ -76,7 +76,7 @@ class Slowdown:
         ]
 
     def remove(self) -> None:
-        """Gives the modules their own speed back."""
+        """Removes all hooks, so that the modules run at their own speed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -101,12 +101,12 @@ class Slowdown:
             self._begun = self._now()
 
     def _stretch(self) -> None:
-        """Sleeps for what was done since the last piece of work began or was stretched."""
+        """Sleeps (factor - 1) times the seconds since the present piece of work began or was last stretched."""
         self._owed += (self.factor - 1) * (self._now() - self._begun)
         before = self._clock()
         if self._owed > 0:
             self._sleep(self._owed)
-        # Sleeps are a little too long; what was too much is taken off the next one.
+        # The system wakes sleepers a little late; the excess is subtracted from the next sleep.
         slept = self._clock() - before
         self._owed -= slept
         self.slept += slept
@@ -119,7 +119,7 @@ class Slowdown:
 
 
 class _Boundary(torch.autograd.Function):
-    """A copy, which calls a function when the backward passes it."""
+    """An identity (copy) in the autograd graph that calls a function when the backward reaches it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, when_passed: Callable[[], None]) -> torch.Tensor:

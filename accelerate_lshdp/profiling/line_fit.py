@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The line through measured times."""
+"""Least-squares fit of a line to measured times, by relative errors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def fit_line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
         base, slope = (su * vv - sv * uv) / determinant, (sv * uu - su * uv) / determinant
         if base >= 0 and slope >= 0:
             return base, slope
+    # A negative value is no time: the optimum under the constraint then lies on one of the two axes.
     candidates = [(su / uu, 0.0)] + ([(0.0, sv / vv)] if vv > 0 else [])
 
     def error(line: tuple[float, float]) -> float:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How much memory a micro-batch needs at its peak, and how much there is."""
+"""Meters of the peak memory of a micro-batch, and the memory that is free, in bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def default_limit(self, local_ranks: int) -> int:
-        """What this rank may use in all, if nothing else is said and ``local_ranks`` ranks share the node."""
+        """Bytes that this rank may use in all if the user gives no limit and ``local_ranks`` ranks share the node."""
 
 
 class DeviceMeter(MemoryMeter):
@@ -45,6 +45,7 @@ class DeviceMeter(MemoryMeter):
         return torch.cuda.max_memory_allocated(self._device)
 
     def default_limit(self, local_ranks: int) -> int:
+        # What the allocator has reserved is used by this process, but free for the next micro-batch.
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device)
 
@@ -62,6 +63,7 @@ class ResidentMeter(MemoryMeter):
 
     def _restarted(self) -> bool:
         try:
+            # 5: reset VmHWM to the present resident size (proc(5), Linux 4.0 on).
             (self._process / "clear_refs").write_text("5")
             return self._high_water() is not None
         except OSError:
@@ -70,7 +72,7 @@ class ResidentMeter(MemoryMeter):
     def _high_water(self) -> int | None:
         for line in (self._process / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+                return int(line.split()[1]) * 1024  # the file says kB
         return None
 
     def restart(self) -> None:
@@ -80,7 +82,7 @@ class ResidentMeter(MemoryMeter):
     def peak(self) -> int:
         if self.restarts:
             return self._high_water()
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, kilobytes on Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def default_limit(self, local_ranks: int) -> int:
@@ -90,7 +92,7 @@ class ResidentMeter(MemoryMeter):
 
 
 def meter_of(device: torch.device) -> MemoryMeter | None:
-    """What measures the memory of a kind of device, None if nothing does."""
+    """The meter of a device's memory; None: there is none for this kind of device."""
     if device.type == "cuda":
         return DeviceMeter(device)
     if device.type != "cpu":
@@ -105,10 +107,12 @@ def meter_of(device: torch.device) -> MemoryMeter | None:
 
 
 def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this process's control group may still take, None if it has no limit.
+    """Free bytes of this process's control group; None: it has no limit.
 
     Files that the system keeps in memory count as free: it drops them when memory is needed.
     """
+    # Lines are "id:controllers:path"; version 2 has one line without controllers. Of several limits
+    # the smallest one counts.
     free = []
     for line in _lines(process / "cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How long messages take between nodes: a ping-pong and an all-reduce sweep, fitted to latency + bytes * cost."""
+"""Measured message times between nodes: a ping-pong and an all-reduce sweep, fitted to latency + bytes * cost."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accelerate_lshdp.runtime.topology import Topology
 PING_PONG_SIZES = (64, 65_536, 1_048_576)
 SMALLEST_ALL_REDUCE = 1024
 _GROWTH = 8
-#: Up to here messages of all sizes take about as long.
+#: Bytes up to which messages of all sizes take about as long.
 _MOSTLY_LATENCY = 65_536
 _MOST_REPEATS = 10
 
 
 def fit_message_times(points: Iterable[tuple[int, float]]) -> MessageTimes:
-    """The line through measured (bytes, seconds), see `fit_line`: small messages decide the latency.
+    """The line through measured (bytes, seconds), by relative errors: small messages decide the latency (`fit_line`).
 
     Raises:
         ValueError: there are no points.
@@ -35,7 +35,7 @@ def fit_message_times(points: Iterable[tuple[int, float]]) -> MessageTimes:
 
 
 def all_reduce_sizes(largest: int) -> list[int]:
-    """Bytes of the sweep: from 1 KB by factors of 8 up to ``largest`` (a multiple of 4)."""
+    """Sizes of the all-reduce sweep in bytes: from 1 KB by factors of 8 up to ``largest`` (a multiple of 4)."""
     sizes, size = [], SMALLEST_ALL_REDUCE
     while size < largest:
         sizes.append(size)
@@ -58,11 +58,11 @@ def measure_network(
     even once are left out. Each time is the median of its repeats on a rank, and the largest one of all ranks.
 
     Args:
-        topology: of at least two ranks. The ping-pong is between rank 0 and the first rank of the second node, or
+        topology: at least two ranks. The ping-pong is between rank 0 and the first rank of the second node, or
             rank 1 where there is one node.
-        device: where gradients are.
-        bucket_bytes: sizes of the gradient buckets; the sweep ends at the largest.
-        seconds: how long it may take.
+        device: the device of the gradients.
+        bucket_bytes: bytes of the gradient buckets; the sweep ends at the largest.
+        seconds: seconds that all of it may take.
     """
     partner = topology.node_groups[1][0] if topology.num_nodes > 1 else 1
     sweep = _Sweep(topology.rank, device, clock, on_progress)
@@ -82,7 +82,7 @@ def _ping_pong(buffer: torch.Tensor, rank: int, partner: int) -> None:
 
 
 class _Sweep:
-    """Times one kind of exchange at growing sizes; all ranks decide alike, from times that all of them know."""
+    """Measures one kind of exchange at growing sizes; all ranks decide alike, from times that were exchanged."""
 
     def __init__(
         self, rank: int, device: torch.device, clock: Callable[[], float], on_progress: Callable[[float], None]
@@ -96,11 +96,18 @@ class _Sweep:
     def run(
         self, exchange: Callable[[torch.Tensor], object], sizes: Sequence[int], seconds: float
     ) -> list[tuple[int, float]]:
-        """(bytes, seconds) of each size that there was time for, the smallest always."""
+        """(bytes, seconds) of each size that there was time for; the smallest is always measured.
+
+        Args:
+            exchange: the collective, called with a float32 buffer.
+            sizes: bytes, increasing.
+            seconds: seconds that all sizes may take.
+        """
         spent, points = 0.0, []
         for size in sizes:
             affordable = _MOST_REPEATS
             if points:
+                # Time is predicted in proportion to the bytes beyond those that the latency hides.
                 known_size, known_seconds = points[-1]
                 expected = known_seconds * size / max(known_size, min(size, _MOSTLY_LATENCY))
                 affordable = int((seconds - spent) / expected)
@@ -110,6 +117,7 @@ class _Sweep:
             # The first exchange sets up connections, and counts only if there is no time for a second one.
             times = [self._time(exchange, buffer) for _ in range(max(1, min(affordable, _MOST_REPEATS)))]
             own = median(times[1:] or times)
+            # The slowest rank's time counts, and every rank has to know it: the next size is decided from it.
             everyone: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
             dist.all_gather_object(everyone, (own, sum(times)))
             points.append((buffer.numel() * 4, max(time_of_rank for time_of_rank, _ in everyone)))

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Finds the largest micro-batch that a rank can train on: sizes double until memory, time, data or the user says stop.
+"""Search for the largest micro-batch of a rank: sizes double until memory, time, data or the user's maximum ends it.
 
 A size is tried only if what was measured at the smaller ones, extended as a line, says that it fits. A device that
 runs out of memory all the same is no failure: the largest size is then found below that one.
@@ -13,18 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-#: What is predicted and reported is this much above what was measured: allocators round, and fragment.
+#: Reported and predicted bytes are this fraction above the measured ones: allocators round up, and fragment.
 MEMORY_MARGIN = 0.05
-#: A size between powers of two is tried only if it is larger by this share: each costs time to measure.
+#: A size between powers of two is tried only if it is larger by this fraction: each trial takes time.
 _WORTHWHILE = 1 / 16
 
 
 class OutOfMemory(Exception):
-    """A micro-batch did not fit."""
+    """Raised by a trial whose micro-batch did not fit the memory."""
 
 
 class NothingFits(RuntimeError):
-    """Not even one sample can be trained on."""
+    """Raised when not even one sample can be trained on."""
 
 
 def probe_sizes(largest: int) -> list[int]:
@@ -49,18 +49,18 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What ends the search.
+class SearchLimits:
+    """The limits of a search.
 
     Args:
-        available: the number of samples in the data, if it is below its argument, else that argument.
-        remaining_seconds: what is left of the time for trials and the measurements after them.
-        measurements: how often each size is to be measured after its trial.
-        least_seconds: what a measurement takes at least.
-        max_batch: the user's maximum, None: none.
+        available: returns its argument, or the number of samples in the data if there are fewer.
+        remaining_seconds: returns the seconds left for trials and the measurements after them.
+        measurements: number of measurements of each size after its trial.
+        least_seconds: seconds that a measurement takes at least.
+        max_batch: the user's maximum in samples; None: none.
         needed_batch: sizes up to this one are tried whatever time that takes, if nothing else limits them.
-        memory_bytes: what reported memory may not exceed, None: the device's own limit is met.
-        base_bytes: peak of what any micro-batch needs: parameters, gradients, optimizer.
+        memory_bytes: upper limit of reported memory; None: until the device runs out of memory.
+        base_bytes: peak bytes that any micro-batch needs: parameters, gradients, optimizer.
     """
 
     available: Callable[[int], int]
@@ -74,24 +74,24 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The sizes to measure with their trials, and what kept the rank from larger ones (see ``measured.LIMITS``)."""
+class SizeSearch:
+    """The result of a search: the sizes to measure with their trials, and the limit that ended it."""
 
     trials: dict[int, Trial]
     limited_by: str
 
 
 def with_margin(measured: float) -> int:
-    """What is reported for a measured number of bytes, or predicted from measured ones."""
+    """A number of bytes with `MEMORY_MARGIN` added, rounded up."""
     return math.ceil(measured * (1 + MEMORY_MARGIN))
 
 
-def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
-    """Tries growing micro-batches.
+def find_sizes(attempt: Callable[[int], Trial], limits: SearchLimits) -> SizeSearch:
+    """Tries micro-batches of growing size.
 
     Args:
         attempt: trains on that many samples; raises `OutOfMemory` if they do not fit.
-        limits: what ends the search.
+        limits: the limits of the search.
 
     Returns:
         The powers of two that fit, and the largest size that does.
@@ -103,13 +103,15 @@ def find_sizes(attempt: Callable[[int], Trial], limits: Limits) -> Found:
     largest, too_large = 0, 0
     while True:
         if too_large:
+            # A size failed although it was predicted to fit: bisection below it.
             size, reason = (largest + too_large) // 2, "memory"
         else:
             size, reason = _next_size(trials, largest, limits)
+        # Limits that are known exactly are met exactly, however little is gained.
         exact = reason in ("", "request", "data")
         worthwhile = exact or not largest or size <= limits.needed_batch or size - largest >= largest * _WORTHWHILE
         if size <= largest or not worthwhile:
-            return Found({size: trials[size] for size in probe_sizes(largest)}, reason)
+            return SizeSearch({size: trials[size] for size in probe_sizes(largest)}, reason)
         trial = _try(attempt, size)
         if trial is not None and _fits(trial.peak_bytes, limits):
             trials[size] = trial
@@ -127,14 +129,14 @@ def _try(attempt: Callable[[int], Trial], size: int) -> Trial | None:
         return None
 
 
-def _fits(peak_bytes: float | None, limits: Limits) -> bool:
+def _fits(peak_bytes: float | None, limits: SearchLimits) -> bool:
     if limits.memory_bytes is None or peak_bytes is None:
         return True
     return with_margin(max(peak_bytes, limits.base_bytes)) <= limits.memory_bytes
 
 
-def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[int, str]:
-    """The next power of two, or the largest size before it that a limit allows, and which limit does."""
+def _next_size(trials: dict[int, Trial], largest: int, limits: SearchLimits) -> tuple[int, str]:
+    """The next size to try, and the limit that chose it ("" for the next power of two)."""
     size, reason = 1 << largest.bit_length(), ""
     if limits.max_batch is not None and size > limits.max_batch:
         size, reason = limits.max_batch, "request"
@@ -145,6 +147,7 @@ def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[
             raise NothingFits("found no sample in the data set, expected at least one")
         return size, reason
     for limit, allows in (("memory", _memory_allows), ("time", _time_allows)):
+        # Both conditions are monotone in the size, so the largest allowed one is found by bisection.
         allowed = largest + bisect_left(
             range(largest + 1, size + 1),
             True,
@@ -155,8 +158,11 @@ def _next_size(trials: dict[int, Trial], largest: int, limits: Limits) -> tuple[
     return size, reason
 
 
-def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
-    """Whether the measured peaks, extended as the steepest line from an earlier one to the last, stay in the limit."""
+def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: SearchLimits) -> bool:
+    """Whether the peak bytes predicted for `size` are within the limit.
+
+    The prediction is the steepest line from an earlier measured peak through the last one.
+    """
     peak = trials[largest].peak_bytes
     if limits.memory_bytes is None or peak is None:
         return True
@@ -165,10 +171,11 @@ def _memory_allows(size: int, trials: dict[int, Trial], largest: int, limits: Li
     return _fits(peak + slope * (size - largest), limits)
 
 
-def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limits) -> bool:
-    """Whether the time that is left pays a trial of the size, and the measurements of all sizes after it, or has to.
+def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: SearchLimits) -> bool:
+    """Whether the remaining seconds suffice for a trial of `size` and the later measurements of all sizes.
 
-    Time is taken to grow no faster than the number of samples. A trial is two micro-batches.
+    Seconds are assumed to grow no faster than the number of samples. A trial is two micro-batches. Sizes up to
+    `needed_batch` are always allowed.
     """
     if size <= limits.needed_batch:
         return True
@@ -178,7 +185,7 @@ def _time_allows(size: int, trials: dict[int, Trial], largest: int, limits: Limi
     return total <= limits.remaining_seconds()
 
 
-def _too_small(trial: Trial | None, limits: Limits) -> str:
+def _too_small(trial: Trial | None, limits: SearchLimits) -> str:
     if trial is None:
         return "a micro-batch of one sample does not fit the memory; shard the parameters, or use a smaller model"
     return (

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What profiling needs of the process that it runs in: an `LSHDPAccelerator` has all of it."""
+"""`ProfiledProcess`: the attributes and methods of an `LSHDPAccelerator` that profiling uses, as a protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate_lshdp.runtime.topology import Topology
 
 
 class EngineOptions(Protocol):
-    """How the models of a process are placed; the attributes are those of ``LSDPPlugin``."""
+    """The options by which the engine places models; the attributes are those of ``LSDPPlugin``."""
 
     communication: Communication
     units: tuple[str, ...] | None
@@ -25,7 +25,7 @@ class EngineOptions(Protocol):
 
 
 class ProfiledProcess(Protocol):
-    """One rank among the others.
+    """One rank of a world, and the collective calls that profiling makes.
 
     Attributes:
         device: where it trains.

@@ -1,7 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""When each bucket of gradients is ready to travel, counted from the start of the forward.
+"""Seconds from the start of the forward until each bucket of gradients is ready to travel.
 
-The engine's own order of reductions is used, with a reduction that notes when it is started and mostly sends nothing.
+The engine starts its reductions in its own order; a `RecordingReduction` takes their place and records the times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from accelerate_lshdp.engine.wire.formats import wire_bytes
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 
 
-class _NothingToWaitFor(PendingReduction):
+class _CompletedReduction(PendingReduction):
+    """A reduction that sends nothing and is done at once."""
+
     def is_done(self) -> bool:
         return True
 
@@ -28,16 +30,17 @@ class _NothingToWaitFor(PendingReduction):
         return
 
 
-class NotingReduction(GradientReduction):
-    """Notes when each bucket would begin to travel, and how many bytes it has.
-
-    Attributes:
-        sender: what buckets are handed on to; None: they do not travel.
+class RecordingReduction(GradientReduction):
+    """A reduction that records the seconds at which each bucket begins to travel, and its bytes on the wire.
 
     Args:
         group: the ranks that would share the gradients.
-        communication: how they would travel.
-        clock: seconds, monotonic; devices with streams are asked for their own time.
+        communication: the format in which gradients would travel.
+        clock: seconds, monotonic, on CPUs; devices with streams record events instead.
+
+    Attributes:
+        bucket_bytes: bytes on the wire of each bucket since `begin`.
+        sender: the reduction that sends the buckets; None: nothing is sent.
     """
 
     def __init__(
@@ -50,52 +53,64 @@ class NotingReduction(GradientReduction):
         self._communication = communication
         self._clock = clock
         self._began: float | torch.Event = 0.0
-        self._noted: list[float | torch.Event] = []
+        self._start_times: list[float | torch.Event] = []
         self.bucket_bytes: list[int] = []
         self.sender: GradientReduction | None = None
 
     def begin(self, device: torch.device) -> None:
-        """A forward starts now."""
+        """Begins a recording: a forward starts now on `device`."""
         self._began = self._now(device)
-        self._noted.clear()
+        self._start_times.clear()
         self.bucket_bytes.clear()
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        self._noted.append(self._now(buffer.device))
+        self._start_times.append(self._now(buffer.device))
         self.bucket_bytes.append(wire_bytes(self._communication, buffer, shapes))
-        return _NothingToWaitFor() if self.sender is None else self.sender.start(buffer, index, shapes)
+        return _CompletedReduction() if self.sender is None else self.sender.start(buffer, index, shapes)
 
     def seconds(self) -> list[float]:
-        """Seconds from `begin` to the start of each bucket; the device must have been waited for."""
+        """Seconds from `begin` to the start of each bucket; the device must be synchronised before."""
         if isinstance(self._began, float):
-            return [noted - self._began for noted in self._noted]
-        return [self._began.elapsed_time(noted) / 1000 for noted in self._noted]
+            return [start_time - self._began for start_time in self._start_times]
+        # Events count milliseconds.
+        return [self._began.elapsed_time(start_time) / 1000 for start_time in self._start_times]
 
     def _now(self, device: torch.device) -> float | torch.Event:
         if device.type == "cpu":
             return float(self._clock())
+        # The host runs ahead of a device with streams: an event in its queue has the time that counts.
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
         return event
 
 
 class ReadyFractions:
-    """Which part of a forward and backward is over when each bucket is ready.
+    """The fraction of a forward and backward that is over when each bucket is ready.
 
-    A part of the same run, because runs differ when a machine is disturbed or throttled, and their parts much less.
+    A fraction of the same run, as the seconds of runs differ on a disturbed or throttled machine, their fractions much
+    less.
     """
 
     def __init__(self) -> None:
         self._fractions: dict[int, list[Sequence[float]]] = {}
 
     def add(self, size: int, ready: Sequence[float], total: float) -> None:
-        """One run: seconds of each bucket, and of the whole forward and backward."""
+        """Adds one run with micro-batches of `size` samples.
+
+        Args:
+            size: samples of the micro-batch.
+            ready: seconds until each bucket was ready.
+            total: seconds of the whole forward and backward.
+        """
         self._fractions.setdefault(size, []).append([min(1.0, seconds / total) for seconds in ready])
 
     def curves(self, seconds: Mapping[int, float]) -> list[TimeCurve]:
-        """One curve a bucket, at the sizes of ``seconds`` (of the whole forward and backward).
+        """One curve of seconds for each bucket, at the sizes of ``seconds``.
 
-        Sizes without a run get the parts of their neighbours, on a line between them.
+        Sizes without a run get fractions that are interpolated between their neighbours.
+
+        Args:
+            seconds: seconds of the whole forward and backward at each size.
 
         Raises:
             RuntimeError: runs had different numbers of buckets.
@@ -114,6 +129,6 @@ class ReadyFractions:
 
 
 def readiness_order(sizes: Sequence[int]) -> list[int]:
-    """The sizes in the order in which to measure them while there is time: the ends first, then the largest."""
+    """The sizes in the order in which to measure them while there is time: both ends first, then from the largest."""
     ascending = sorted(sizes)
     return list(dict.fromkeys([ascending[-1], ascending[0], *reversed(ascending)]))

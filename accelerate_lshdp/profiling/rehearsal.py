@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Steps that all ranks train together before they are planned: how many, and how their gradients are sent.
+"""Rehearsals: steps that all ranks train at the same time before they are planned, sending their gradients.
 
 Gradients travel while the backward goes on, and copying and summing them takes time of the processor that computes:
 little where a GPU computes, much on a CPU with few cores. So all ranks train a few steps together, sending gradients
@@ -26,8 +26,7 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 MOST_STEPS = 30
 LEAST_STEPS = 6
-# Two steps in times of their micro-batch: with what sending adds to one, and what ranks wait for each other and the
-# network.
+# Duration of a pair of steps, in micro-batches: two micro-batches, and one for sending and waiting.
 _STEPS = 3
 _POLL_SECONDS = 0.001
 # Asking for failures is a message to another node.
@@ -36,19 +35,25 @@ _POLLS_PER_QUESTION = 100
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank does in a rehearsal: so many steps with micro-batches of this size, and as many without sending."""
+    """One rank's rehearsal: `steps` pairs of a micro-batch without sending and one with it.
+
+    Args:
+        micro_batch_size: samples of each micro-batch.
+        steps: number of pairs, the same on all ranks.
+    """
 
     micro_batch_size: int
     steps: int
 
 
 def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsal]:
-    """Steps that take all ranks equally long, as many as there is time for: one entry a rank.
+    """Rehearsals that take all ranks equally long, with as many steps as there is time for: one entry a rank.
 
     Args:
-        curves: of all ranks.
-        seconds: how long the rehearsal may take, the same on all ranks.
+        curves: the time curves of all ranks.
+        seconds: seconds that the rehearsal may take, the same on all ranks.
     """
+    # No rank can be given more than its largest micro-batch takes, so the fastest one limits the length.
     longest = min(curve.seconds[-1] for curve in curves)
     length = min(longest, seconds / (_STEPS * (LEAST_STEPS + 1)))
     steps = min(MOST_STEPS, max(LEAST_STEPS, int(seconds / (_STEPS * length)) - 1))
@@ -56,16 +61,16 @@ def plan_rehearsal(curves: Sequence[TimeCurve], seconds: float) -> list[Rehearsa
     return [Rehearsal(max(sizes, default=1), steps) for sizes in fitting]
 
 
-class SharedPart(GradientReduction):
-    """Sums between nodes the parts of a buffer that a rank of a real run would send.
+class ShardReduction(GradientReduction):
+    """Sums between nodes the shards of a buffer that a rank of a real run would send.
 
-    Ends waiting when another rank has failed, which would otherwise never send its part.
+    Waiting ends when another rank has failed, which would otherwise never send its shard.
 
     Args:
-        reductions: one for each part of this rank, over the ranks that send the same one.
-        parts: of a whole buffer: as many as the largest node has ranks that share one copy of the parameters.
+        reductions: one for each shard of this rank, over the ranks that send the same one.
+        parts: number of shards of a whole buffer: the ranks of the largest node that share one copy of the parameters.
         raise_if_another_failed: called while waiting.
-        own_groups: made for it, which `close` destroys.
+        own_groups: process groups that `close` destroys.
     """
 
     def __init__(
@@ -83,25 +88,28 @@ class SharedPart(GradientReduction):
         self._polling = WaitClock(time.thread_time)
 
     def polling_cpu_seconds(self) -> float:
-        """What waiting took of the processor since the last call."""
+        """CPU seconds that waiting took since the last call."""
         return self._polling.take()
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         shards = [torch.Size((-(-shape[0] // self._parts), *shape[1:])) if shape else shape for shape in shapes]
         part = buffer[: sum(map(torch.Size.numel, shards))]
+        # A reduction sums in place, so each shard needs a buffer of its own.
         copies = [part, *(part.clone() for _ in self._reductions[1:])]
         started = [
             reduction.start(copy, index, shards) for reduction, copy in zip(self._reductions, copies, strict=True)
         ]
-        return _Watched(started, self._raise_if_another_failed, self._polling)
+        return _PolledReduction(started, self._raise_if_another_failed, self._polling)
 
     def close(self) -> None:
-        """Ends its groups, when no rank has anything under way, nor will have."""
+        """Destroys its process groups; must be called when no rank has a reduction that is not done."""
         for group in self._own_groups:
             dist.destroy_process_group(group)
 
 
-class _Watched(PendingReduction):
+class _PolledReduction(PendingReduction):
+    """Reductions that are waited for by polling, so that a failure of another rank can end the wait."""
+
     def __init__(
         self, pending: Sequence[PendingReduction], raise_if_another_failed: Callable[[], None], polling: WaitClock
     ) -> None:
@@ -126,15 +134,16 @@ class _Watched(PendingReduction):
 
 def make_sender(
     policies: ShardingPolicies, rank: int, communication: Communication, raise_if_another_failed: Callable[[], None]
-) -> SharedPart | None:
-    """What sends a rank's gradients between nodes as its strategy does (collective: it makes process groups).
+) -> ShardReduction | None:
+    """The reduction that sends a rank's gradients as its strategy does (collective: it makes process groups).
 
     None where no gradient travels during the backward: on one node, and under the world-sharded strategies, whose
-    ranks wait for everything that they send.
+    ranks wait for all exchanges.
     """
     if len(policies.replica_groups[0]) == 1:
         return None
-    # Groups of its own: what a failed rank leaves unanswered must not get mixed up with other messages.
+    # Groups of its own: gloo tells messages of a group apart by their order only, and a rank that fails in the middle
+    # leaves messages unanswered.
     groups = {
         ranks: (new_group(ranks), make_second_group(communication, [ranks])) for ranks in policies.replica_groups
     }
@@ -142,4 +151,4 @@ def make_sender(
     mine = [made for ranks, made in groups.items() if rank in ranks]
     reductions = [make_reduction(communication, *made) for made in mine]
     own_groups = [group for made in mine for group in made if group is not None]
-    return SharedPart(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)
+    return ShardReduction(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)

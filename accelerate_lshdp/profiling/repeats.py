@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Measures again until the figures are quiet.
+"""Repeated measurements of micro-batch sizes until their spread is small.
 
 Sizes are measured in turn, round after round, so that a disturbance meets all of them alike. A short micro-batch is
 run many times over for one measurement: CPU quotas hand out time in slices of 100 ms, and within a slice everything
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 
-#: A size is quiet when the spread of its measurements is below this.
+#: A size is quiet when the relative spread of its measurements is below this.
 QUIET_SPREAD = 0.02
 LEAST_REPEATS = 3
-#: A measurement lasts at least as long; several of a quota's slices.
+#: Seconds that a measurement lasts at least: several slices of a CPU quota.
 LEAST_SECONDS = 0.25
 
 
@@ -29,16 +29,18 @@ class Repeats:
 
     @property
     def median(self) -> float:
+        """Median seconds of a micro-batch."""
         return median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Median absolute deviation over median."""
+        """Median absolute deviation divided by the median."""
         middle = self.median
         return median(abs(value - middle) for value in self.seconds) / middle
 
     @property
     def quiet(self) -> bool:
+        """Whether there are enough measurements with a small spread."""
         return len(self.seconds) >= LEAST_REPEATS and self.spread < QUIET_SPREAD
 
 
@@ -49,16 +51,19 @@ def measure_repeatedly(
     remaining: Callable[[], float],
     others_measure: Callable[[], bool] = lambda: False,
 ) -> dict[int, Repeats]:
-    """Measures each size until all are quiet or the time is spent.
+    """Measures each size until all sizes are quiet or the time is spent; each size at least once.
 
-    When all sizes are quiet, measuring goes on while other ranks still measure: they must not find the machine emptier
-    than training will. When the time is spent, each size has been measured at least once.
+    When all sizes are quiet, measuring goes on while other ranks still measure, as they must not find the machine less
+    busy than training will make it.
 
     Args:
         run: ``run(size, count)`` trains ``count`` micro-batches of ``size`` samples; returns the seconds that took.
         expected: seconds of a micro-batch of each size, from a trial.
-        remaining: seconds left, negative when the time is spent.
-        others_measure: told that this rank is quiet by being called, says whether another rank is not.
+        remaining: returns the seconds left, negative when the time is spent.
+        others_measure: called when this rank is quiet; returns whether another rank is not.
+
+    Returns:
+        The measurements of each size.
     """
     taken = {size: Repeats() for size in expected}
     while True:
@@ -67,6 +72,7 @@ def measure_repeatedly(
             return taken
         measured_any = False
         for size, repeats in taken.items():
+            # Time goes to noisy sizes first; once all are quiet, each is measured again in turn.
             if repeats.quiet and not quiet:
                 continue
             known = repeats.median if repeats.seconds else expected[size]
@@ -79,7 +85,7 @@ def measure_repeatedly(
 
 
 def _measure(run: Callable[[int, int], float], size: int, known: float) -> float:
-    """Seconds of a micro-batch, from so many that they last long enough; ``known`` says how many that may be."""
+    """Mean seconds of a micro-batch over at least `LEAST_SECONDS`; ``known`` is an estimate of them."""
     total, count = 0.0, 0
     while total < LEAST_SECONDS:
         more = max(1, math.ceil((LEAST_SECONDS - total) / known))

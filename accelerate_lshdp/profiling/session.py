@@ -1,12 +1,12 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""``profile_ranks``: one profiling run of all ranks, from a user's objects to a `Profile`."""
+"""``profile_ranks``: one profiling run of all ranks, from a user's model, data and optimizer to a `Profile`."""
 
 from __future__ import annotations
 
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.documents.curves import TimeCurve
-from accelerate_lshdp.documents.plan import Strategy
 from accelerate_lshdp.documents.plan_sections import Cluster, Node
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.planning import PlanningError, plan_fixed_total
-from accelerate_lshdp.profiling.alone import LoneRank
 from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.noise import seconds_without_noise
-from accelerate_lshdp.profiling.rank_session import OtherRankFailed, RankSession, Surroundings
-from accelerate_lshdp.profiling.readiness import NotingReduction
-from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, SharedPart, make_sender, plan_rehearsal
+from accelerate_lshdp.profiling.options import ProfilingOptions
+from accelerate_lshdp.profiling.rank_notices import RankNotices
+from accelerate_lshdp.profiling.rank_session import MeasurementContext, OtherRankFailed, RankSession
+from accelerate_lshdp.profiling.readiness import RecordingReduction
+from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, ShardReduction, make_sender, plan_rehearsal
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedRank
+from accelerate_lshdp.profiling.single_rank import SingleRankTrainer
 from accelerate_lshdp.profiling.subject import Samples, Subject
-from accelerate_lshdp.profiling.together import Together
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.cpu_cores import cpu_quota
 from accelerate_lshdp.runtime.topology import Topology
@@ -38,61 +38,14 @@ from accelerate_lshdp.runtime.topology import Topology
 if TYPE_CHECKING:
     from accelerate_lshdp.profiling.process import ProfiledProcess
 
-#: By which part of the time each phase has to end; steps are rehearsed in the rest.
+#: Fractions of the run's seconds at which each phase has to end; steps are rehearsed in the rest.
 _CURVES_END, _STEPS_END, _NETWORK_END = 0.55, 0.65, 0.73
+#: Fractions of the run's seconds that rehearsals and the network get even if earlier phases took too long.
 _LEAST_LOAD, _LEAST_NETWORK = 0.1, 0.05
 #: Each rehearsal of a plan may lead to another plan. Two plans that lead to each other are equally good.
 _MOST_PLANS = 3
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class ProfilingOptions:
-    """How a profiling run measures.
-
-    Args:
-        seconds: how long it may take in all, the building of the model included; longer only for ``needed_batch``.
-        strategy: the one to measure for.
-        max_batch: the largest micro-batch to measure, None: the largest that is possible.
-        needed_batch: a micro-batch to measure whatever time that takes, if memory, data and ``max_batch`` allow it.
-        total_batch_size: the global batch that will be planned, if that is known: its plan is what ranks rehearse.
-        memory_limit_bytes: what this rank may use, None: what is free on its device, or its share of what is free on
-            the host.
-        units: as for ``LSDPPlugin``; None: those of the accelerator.
-        bucket_megabytes: as for ``LSDPPlugin``; None: those of the accelerator.
-
-    Raises:
-        ValueError: an impossible value; it says which.
-    """
-
-    seconds: float = 60.0
-    strategy: Strategy | str = Strategy.LSDP
-    max_batch: int | None = None
-    needed_batch: int = 1
-    total_batch_size: int | None = None
-    memory_limit_bytes: int | None = None
-    units: tuple[str, ...] | None = None
-    bucket_megabytes: float | None = None
-
-    def __post_init__(self) -> None:
-        known = [member.value for member in Strategy]
-        if str(self.strategy) not in known:
-            raise ValueError(f"found strategy {self.strategy!r}, expected one of {', '.join(known)}")
-        object.__setattr__(self, "strategy", Strategy(str(self.strategy)))
-        for name in (
-            "seconds",
-            "max_batch",
-            "needed_batch",
-            "total_batch_size",
-            "memory_limit_bytes",
-            "bucket_megabytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"found {name}={value}, expected more than 0")
-        if isinstance(self.units, str):
-            raise ValueError(f"found the units {self.units!r}, expected a tuple of names, such as ({self.units!r},)")
 
 
 def profile_ranks(
@@ -104,16 +57,16 @@ def profile_ranks(
     meter: Callable[[torch.device], MemoryMeter | None] = meter_of,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Measures all ranks, all at the same time (collective).
+    """Measures the seconds and bytes of all ranks, all at the same time (collective).
 
-    The subject is used up: its model is sharded and trained on a few samples, and should be thrown away.
+    The subject cannot be used afterwards: its model is sharded and trained on a few samples.
 
     Args:
         subject: the user's objects, not prepared.
         options: how to measure; only ``memory_limit_bytes`` may differ between ranks.
-        accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes do not matter.
-        on_progress: told the name of the phase, the seconds spent in it and those that it may take.
-        meter: what measures memory on a device.
+        accelerator: gives nodes, ranks, device and precision. Its own strategy and batch sizes are not used.
+        on_progress: called with the name of the phase, the seconds spent in it and those that it may take.
+        meter: returns the memory meter of a device.
         clock: seconds, monotonic.
 
     Returns:
@@ -144,7 +97,8 @@ class _Run:
         self._on_progress = on_progress
         self._world_size = accelerator.num_processes
         accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
-        self._together = Together(self._world_size)
+        self._notices = RankNotices(self._world_size)
+        # Clocks of the ranks start together, so that phases end at about the same time everywhere.
         accelerator.wait_for_everyone()
         self._clock = clock
         self._began = clock()
@@ -152,30 +106,33 @@ class _Run:
         self._meter = meter(accelerator.device)
 
     def profile(self) -> Profile:
-        noting = self._noting()
+        """Goes through all phases (collective)."""
+        # The sender's process groups need all ranks, so they are made before a phase in which one may fail.
+        recorder = self._make_recorder()
         self._sender = self._make_sender()
-        script = self._in_phase("building the model", _CURVES_END, self._describe)
-        lone = self._in_phase("building the model", _CURVES_END, lambda: self._make_rank(noting))
-        session = self._in_phase("building the model", _CURVES_END, lambda: self._build(lone, noting))
+        script = self._run_phase("building the model", _CURVES_END, self._describe)
+        trainer = self._run_phase("building the model", _CURVES_END, lambda: self._make_trainer(recorder))
+        session = self._run_phase("building the model", _CURVES_END, lambda: self._build(trainer, recorder))
         # A phase ends on all ranks at once, so all begin to measure at the same time.
-        curves = self._in_phase("measuring micro-batches", _CURVES_END, lambda: self._measure_curves(session))
-        measured, bucket_bytes = self._in_phase(
+        curves = self._run_phase("measuring micro-batches", _CURVES_END, lambda: self._measure_curves(session))
+        measured, bucket_bytes = self._run_phase(
             "measuring buckets and the optimizer", _STEPS_END, lambda: self._measure_steps(session, *curves)
         )
+        # Ranks with other buckets (another version of the model's code, say) would hang in the network phase.
         self._accelerator.check_agreement(str(bucket_bytes), "the buckets of gradients")
-        network = self._in_phase("measuring the network", _NETWORK_END, lambda: self._measure_network(bucket_bytes))
+        network = self._run_phase("measuring the network", _NETWORK_END, lambda: self._measure_network(bucket_bytes))
         everyone = self._gather(measured)
         profile = Profile(
             strategy=self._options.strategy,
             subject=script,
-            cluster=Cluster(tuple(Node(size, device=lone.device.type) for size in self._topology.node_sizes)),
+            cluster=Cluster(tuple(Node(size, device=trainer.device.type) for size in self._topology.node_sizes)),
             ranks=tuple(everyone),
             bucket_bytes=tuple(bucket_bytes),
             network=network,
             measured_seconds=self._spent(),
             versions={"torch": torch.__version__},
         )
-        profile = self._in_phase("rehearsing steps of all ranks", 1.0, lambda: self._rehearse(session, profile))
+        profile = self._run_phase("rehearsing steps of all ranks", 1.0, lambda: self._rehearse(session, profile))
         profile = replace(profile, measured_seconds=max(self._gather(self._spent())))
         if self._sender is not None:
             self._sender.close()
@@ -188,21 +145,28 @@ class _Run:
 
     # Phases
 
-    def _in_phase(self, name: str, ends: float, work: Callable[[], _Result]) -> _Result:
-        """Does this rank's part of a phase; raises on all ranks if it fails on any (collective)."""
+    def _run_phase(self, name: str, ends: float, work: Callable[[], _Result]) -> _Result:
+        """Runs this rank's part of a phase; raises on all ranks if it fails on any (collective).
+
+        Args:
+            name: of the phase, for progress.
+            ends: fraction of the run's seconds at which it has to end.
+            work: the rank's part.
+        """
         self._phase_name = name
         self._phase_began, self._phase_ends = self._spent(), ends * self._options.seconds
         error: BaseException | None = None
         result = None
         try:
-            self._tell_progress()
+            self._report_progress()
             result = work()
-            self._tell_progress(finished=True)
+            self._report_progress(finished=True)
         except OtherRankFailed:
             pass  # that rank says what happened
-        except (Exception, SystemExit) as found:
+        except (Exception, SystemExit) as found:  # user code may call sys.exit
             error = found
-            self._together.post("failure")
+            # Ranks that still measure stop at their next measurement instead of finishing a phase for nothing.
+            self._notices.post("failure")
         raise_on_all_ranks(error)
         return result
 
@@ -212,7 +176,7 @@ class _Run:
     def _remaining(self) -> float:
         return self._phase_ends - self._spent()
 
-    def _tell_progress(self, finished: bool = False) -> None:
+    def _report_progress(self, finished: bool = False) -> None:
         total = max(0.0, self._phase_ends - self._phase_began)
         self._on_progress(
             self._phase_name, total if finished else min(total, self._spent() - self._phase_began), total
@@ -220,10 +184,10 @@ class _Run:
 
     # What this rank does in them
 
-    def _noting(self) -> NotingReduction | None:
+    def _make_recorder(self) -> RecordingReduction | None:
         if self._world_size == 1:
             return None
-        return NotingReduction(dist.group.WORLD, self._accelerator.lsdp_plugin.communication, self._clock)
+        return RecordingReduction(dist.group.WORLD, self._accelerator.lsdp_plugin.communication, self._clock)
 
     def _describe(self) -> ProfiledScript:
         parameters = list(self._subject.model.parameters())
@@ -231,35 +195,36 @@ class _Run:
         if not trained:
             raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
         gradient_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in trained)
+        # The worker of the command adds the script, which this run does not know.
         return ProfiledScript(None, (), sum(parameter.numel() for parameter in parameters), gradient_bytes)
 
-    def _make_rank(self, noting: NotingReduction | None) -> LoneRank:
-        return LoneRank(
+    def _make_trainer(self, recorder: RecordingReduction | None) -> SingleRankTrainer:
+        return SingleRankTrainer(
             self._accelerator,
             self._options.strategy,
             units=self._options.units,
             bucket_megabytes=self._options.bucket_megabytes or self._accelerator.lsdp_plugin.bucket_megabytes,
-            partners=len(self._policies().replica_groups[0]),
-            reduction=noting,
+            reducing_ranks=len(self._policies().replica_groups[0]),
+            reduction=recorder,
             clock=self._clock,
         )
 
-    def _build(self, lone: LoneRank, noting: NotingReduction | None) -> RankSession:
-        lone.build(self._subject)
-        surroundings = Surroundings(
+    def _build(self, trainer: SingleRankTrainer, recorder: RecordingReduction | None) -> RankSession:
+        trainer.build(self._subject)
+        context = MeasurementContext(
             self._remaining,
             self._others_measure,
-            another_failed=lambda: self._together.posted_by_any("failure"),
-            on_measurement=self._tell_progress,
+            another_failed=lambda: self._notices.posted_by_any("failure"),
+            on_measurement=self._report_progress,
             clock=self._clock,
         )
-        session = RankSession(lone, Samples(self._subject.train_dataloader), self._meter, noting, surroundings)
+        session = RankSession(trainer, Samples(self._subject.train_dataloader), self._meter, recorder, context)
         session.warm_up()
         return session
 
     def _others_measure(self) -> bool:
-        self._together.post("quiet")
-        return not self._together.posted_by_all("quiet")
+        self._notices.post("quiet")
+        return not self._notices.posted_by_all("quiet")
 
     def _measure_curves(self, session: RankSession) -> tuple[Any, ...]:
         limit = self._options.memory_limit_bytes
@@ -295,20 +260,22 @@ class _Run:
         return rank, bucket_bytes
 
     def _rehearse(self, session: RankSession, profile: Profile) -> Profile:
-        """The profile as steps of all ranks show it."""
+        """The profile, corrected by rehearsed steps of all ranks together."""
         if self._sender is None:
             return profile
         alone = profile.ranks[self._accelerator.process_index]
         rank = RehearsedRank(alone, self._limited_cores())
-        seconds = max(self._left(), _LEAST_LOAD * self._options.seconds)
+        seconds = max(self._remaining_on_all_ranks(), _LEAST_LOAD * self._options.seconds)
         sizes = self._planned_sizes(profile)
         if sizes is None:
             rehearsal = plan_rehearsal([rank.time for rank in profile.ranks], seconds)[alone.rank]
             steps = self._gather(session.rehearse(rehearsal, self._sender))
             return self._with_ranks(profile, rank.learn(steps))
+        # What a rehearsal shows changes the plan, and another plan may be slowed by other ranks: repeated until a plan
+        # comes up again.
         rehearsed: set[tuple[int, ...]] = set()
         while sizes is not None and sizes not in rehearsed and len(rehearsed) < _MOST_PLANS:
-            if rehearsed and self._left() <= 0:
+            if rehearsed and self._remaining_on_all_ranks() <= 0:
                 break
             rehearsed.add(sizes)
             steps = self._gather(session.rehearse(Rehearsal(sizes[alone.rank], LEAST_STEPS), self._sender))
@@ -317,7 +284,7 @@ class _Run:
         return profile
 
     def _limited_cores(self) -> float | None:
-        """CPU seconds per second of this rank, where a control group gives it fewer than its computing can use."""
+        """CPU seconds per second of this rank, where a control group limits them below its threads; else None."""
         # CPU seconds do not go with a clock of another kind.
         is_timed = self._accelerator.device.type == "cpu" and self._clock is time.perf_counter
         quota = cpu_quota() if is_timed else None
@@ -327,7 +294,7 @@ class _Run:
         return cores if cores <= torch.get_num_threads() else None
 
     def _planned_sizes(self, profile: Profile) -> tuple[int, ...] | None:
-        """Micro-batches of the plan for the global batch that is wanted; None: unknown, or there is no plan."""
+        """Micro-batch sizes of the plan for `total_batch_size`, one a rank; None: no total, or no plan for it."""
         if self._options.total_batch_size is None:
             return None
         try:
@@ -342,14 +309,14 @@ class _Run:
         return tuple(planned.batch_sizes)
 
     def _with_ranks(self, profile: Profile, learned: MeasuredRank) -> Profile:
-        """What all ranks have learned (collective)."""
+        """The profile with this rank's entry and those that the other ranks have learned (collective)."""
         return replace(profile, ranks=tuple(self._gather(learned)))
 
-    def _left(self) -> float:
-        """What is left of the phase, the same on all ranks (collective)."""
+    def _remaining_on_all_ranks(self) -> float:
+        """Seconds left of the phase: the least of all ranks, so that all decide alike (collective)."""
         return min(self._gather(self._remaining()))
 
-    def _make_sender(self) -> SharedPart | None:
+    def _make_sender(self) -> ShardReduction | None:
         if self._world_size == 1:
             return None
         communication = self._accelerator.lsdp_plugin.communication
@@ -357,7 +324,7 @@ class _Run:
         return make_sender(self._policies(), rank, communication, self._raise_if_another_failed)
 
     def _policies(self) -> ShardingPolicies:
-        """Those of a run of all ranks."""
+        """The sharding of a real run of all ranks."""
         return resolve_policies(
             self._options.strategy,
             self._topology,
@@ -366,20 +333,20 @@ class _Run:
         )
 
     def _raise_if_another_failed(self) -> None:
-        if self._together.posted_by_any("failure"):
+        if self._notices.posted_by_any("failure"):
             raise OtherRankFailed
 
     def _measure_network(self, bucket_bytes: list[int]) -> Network | None:
         if self._world_size == 1:
             return None
-        seconds = max(self._left(), _LEAST_NETWORK * self._options.seconds)
+        seconds = max(self._remaining_on_all_ranks(), _LEAST_NETWORK * self._options.seconds)
         return measure_network(
             self._topology,
             self._accelerator.device,
             bucket_bytes,
             min(seconds, (_NETWORK_END - _STEPS_END) * self._options.seconds),
             clock=self._clock,
-            on_progress=lambda spent: self._tell_progress(),
+            on_progress=lambda spent: self._report_progress(),
         )
 
     def _gather(self, value: _Result) -> list[_Result]:

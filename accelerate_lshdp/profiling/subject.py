@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What is profiled: the objects of a user's script, and micro-batches of any size from its data."""
+"""`Subject`: the model, data and optimizer that are profiled; `Samples`: micro-batches of any size from the data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 def output_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The loss of models that compute it themselves, as those of transformers do when they are given labels.
+    """The loss in the output of ``model(**batch)``, as transformers models compute it when they are given labels.
 
     Raises:
         TypeError: the batch is no mapping, or the model's output has no loss.
@@ -33,13 +33,13 @@ def output_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A user's training, as it stands before ``accelerator.prepare``.
+    """A user's model, data and optimizer before ``accelerator.prepare``.
 
     Args:
-        model: in host memory, not prepared. It is used up: its parameters are sharded and changed.
+        model: in host memory, not prepared. It cannot be used afterwards: its parameters are sharded and changed.
         train_dataloader: its data set and ``collate_fn`` make the micro-batches; neither its ``batch_size`` nor the
             order of its sampler matters.
-        optimizer: of the model's parameters, before its first step.
+        optimizer: the optimizer of the model's parameters, before its first step.
         loss: computes the loss of a micro-batch (as ``collate_fn`` returns it, on the device).
     """
 
@@ -91,6 +91,6 @@ def _in_order(dataset: Any) -> Iterator[Any]:
             yield dataset[index]
 
 
-def fresh(batch: Any) -> Any:
-    """The batch in a container of its own: user code may take entries out (``batch.pop("labels")``)."""
+def copy_container(batch: Any) -> Any:
+    """A shallow copy of a batch's container, as user code may remove entries (``batch.pop("labels")``)."""
     return copy.copy(batch) if isinstance(batch, (MutableMapping, list)) else batch

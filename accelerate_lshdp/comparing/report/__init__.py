@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Tables, pictures and an HTML page from what `accelerate-lshdp bench` measured. Needs no torch."""
+"""Tables, pictures and an HTML page from the results of `accelerate-lshdp bench`. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Pictures with one bar a strategy and one panel a network: throughput, efficiency, memory, bytes."""
+"""Bar charts with one bar a strategy and one panel a network: throughput, efficiency, memory, bytes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,30 @@ _TICK = {"marker": "|", "markersize": 13, "markeredgecolor": "black", "markeredg
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """What one case shows: a bar, half its error bar, the text at its end, and marks with their styles."""
+    """The bar of one case in the unit of its axis.
+
+    Args:
+        length: length of the bar.
+        text: text at the end of the bar.
+        spread: half of the error bar.
+        marks: (place, style of matplotlib) of each mark.
+        spread_marks: draw marks one above the other, so that those at one place are seen.
+    """
 
     length: float
     text: str
     spread: float = 0.0
     marks: tuple[tuple[float, dict[str, Any]], ...] = ()
-    spread_marks: bool = False  # one above the other, so that those at one place are seen
+    spread_marks: bool = False
 
     @property
     def end(self) -> float:
+        """The place of the rightmost part, where the text begins."""
         return max(self.length + self.spread, *(place for place, _ in self.marks), 0.0)
 
 
 def draw_throughput(group: Group) -> Drawing | Missing:
-    """Samples a second, with the spread of the steps and what was predicted."""
+    """Draws samples per second, with the spread of the steps and the prediction."""
 
     def bar(case: Case) -> _Bar | None:
         if case.samples_per_second is None:
@@ -46,6 +55,7 @@ def draw_throughput(group: Group) -> Drawing | Missing:
         marks = ()
         if case.predicted_seconds:
             marks = ((case.total_batch_size / case.predicted_seconds, _DIAMOND),)
+        # The spread is relative to the step; to first order that of the throughput is the same fraction.
         return _Bar(speed, format_number(speed), speed * case.spread, marks)
 
     caption = (
@@ -60,7 +70,7 @@ def draw_throughput(group: Group) -> Drawing | Missing:
 
 
 def draw_efficiency(group: Group) -> Drawing | Missing:
-    """Throughput as a share of what the ranks could do alone."""
+    """Draws throughput as a fraction of the sum of the ranks' own speeds."""
     speeds = own_speeds(group)
     if speeds is None:
         return Missing("no case has compute seconds of every rank, which tell what a rank could do alone.")
@@ -69,10 +79,10 @@ def draw_efficiency(group: Group) -> Drawing | Missing:
         share = scaling_efficiency(case, speeds)
         return None if share is None else _Bar(100 * share, f"{100 * share:.0f}%", 100 * share * case.spread)
 
-    alone = " + ".join(map(format_number, speeds)) if len(speeds) <= 8 else f"{len(speeds)} ranks"
+    own = " + ".join(map(format_number, speeds)) if len(speeds) <= 8 else f"{len(speeds)} ranks"
     caption = (
         "Samples a second / the sum of what the ranks could do alone"
-        f" ({alone} = {format_number(sum(speeds))} samples/s). A rank's own speed is the best batch size / compute"
+        f" ({own} = {format_number(sum(speeds))} samples/s). A rank's own speed is the best batch size / compute"
         " seconds (forward and backward) that it showed in any case of this cluster and model. At 100% no rank would"
         " ever wait, send, load data or run the optimizer."
     )
@@ -80,8 +90,9 @@ def draw_efficiency(group: Group) -> Drawing | Missing:
 
 
 def draw_memory(group: Group) -> Drawing | Missing:
-    """Peak memory of the node that needs most, and of every node."""
+    """Draws the peak memory of the node that needs most, in GB, with a mark for every node."""
     nodes = len(group.cases[0].nodes)
+    # With one node the mark is the bar's end, and more nodes than markers could not be told apart.
     marked = 1 < nodes <= _MOST_MARKED_NODES
     styles = [
         {"marker": style.MARKERS[node], "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
@@ -105,7 +116,7 @@ def draw_memory(group: Group) -> Drawing | Missing:
 
 
 def draw_bytes(group: Group) -> Drawing | Missing:
-    """What the busiest node sent to others in a step, beside the formula."""
+    """Draws the bytes that the busiest node sent to others in a step, in MB, beside the formula."""
 
     def bar(case: Case) -> _Bar | None:
         if case.bytes_between_nodes is None:
@@ -132,11 +143,12 @@ def _draw(
     caption: str,
     extra: Sequence[tuple[str, dict[str, Any]]] = (),
 ) -> Drawing | Missing:
-    """The picture of what `bar` finds; only networks where it finds something have a panel."""
+    """Draws the bars that `bar` returns for the cases; networks without a bar have no panel."""
     bars = {(case.network, case.label): bar(case) for case in group.cases}
     networks = [name for name in group.networks if any(bars[name, case.label] for case in group.on(name))]
     if not networks:
         return Missing("no case has the figures for it.")
+    # Memory, for one, need not be measured on every network.
     if len(networks) < len(group.networks):
         caption += f" Measured on {', '.join(networks)} only."
     labels = group.labels
@@ -153,14 +165,16 @@ def _draw(
             if label in cases:
                 _draw_bar(axes, row, cases[label], bars[network, label])
             else:
-                _say(axes, row, "not run")
+                _write_in_row(axes, row, "not run")
         axes.set_xlabel(unit)
         axes.grid(axis="x", alpha=0.25)
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(labels)), labels)
+    # Downwards, in the order of the tables. All panels share this axis.
     panels[0].set_ylim(len(labels) - 0.4, -0.6)
     found = [bar for bar in bars.values() if bar is not None]
-    room = _LETTER_WIDTH * (2 + max(len(bar.text) for bar in found)) / _PANEL_WIDTH  # right of the longest bar
+    # The fraction of the panel that the longest text needs right of the longest bar.
+    room = _LETTER_WIDTH * (2 + max(len(bar.text) for bar in found)) / _PANEL_WIDTH
     panels[0].set_xlim(0, (max(bar.end for bar in found) or 1.0) / (1 - room))
     style.add_legend(figure, _legend(group, extra))
     return Drawing(figure, caption)
@@ -168,18 +182,19 @@ def _draw(
 
 def _draw_bar(axes: Any, row: int, case: Case, bar: _Bar | None) -> None:
     if bar is None:
-        _say(axes, row, "not measured" if case.error is None else "failed")
+        _write_in_row(axes, row, "not measured" if case.error is None else "failed")
         return
     axes.barh(row, bar.length, 0.72, **_fill(case))
     if bar.spread:
         axes.errorbar(bar.length, row, xerr=bar.spread, color="black", capsize=3, linewidth=1.2)
     for index, (place, mark) in enumerate(bar.marks):
+        # Evenly over the height of the bar, as two nodes often need the same memory.
         height = 0.6 * ((index + 0.5) / len(bar.marks) - 0.5) if bar.spread_marks else 0.0
         axes.plot(place, row + height, linestyle="none", zorder=4, **mark)
     axes.annotate(bar.text, (bar.end, row), (7, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
-def _say(axes: Any, row: int, text: str) -> None:
+def _write_in_row(axes: Any, row: int, text: str) -> None:
     colour = style.VERMILION if text == "failed" else "#666666"
     axes.annotate(
         text, (0, row), (4, 0), textcoords="offset points", va="center", fontsize=8.5, style="italic", color=colour
@@ -187,7 +202,7 @@ def _say(axes: Any, row: int, text: str) -> None:
 
 
 def _fill(case: Case) -> dict[str, Any]:
-    """Colours, and hatching for those who see none."""
+    """The fill of a case's bar: a colour for its kind, and hatching for readers who see no colours."""
     if case.is_peer:
         return {"facecolor": style.PEER, "edgecolor": "white"}
     if case.is_lossy:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Cases that can be compared: those of one cluster and one model, network by network."""
+"""Groups of comparable cases (one cluster and one model), and figures that compare them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The group as headings name it."""
+        """The heading of the group."""
         return f"{self.model} on {self.cluster}"
 
     @property
@@ -37,7 +37,7 @@ class Group:
         return tuple(case for case in self.cases if case.network == network)
 
     def peers(self, network: str) -> tuple[Case, ...]:
-        """The cases of one network that use nothing of accelerate_lshdp."""
+        """The cases of one network that use plain PyTorch only."""
         return tuple(case for case in self.on(network) if case.is_peer)
 
     def fastest(self, network: str) -> Case | None:
@@ -55,11 +55,11 @@ def group_cases(results: Results) -> tuple[Group, ...]:
 
 
 def own_speeds(group: Group) -> tuple[float, ...] | None:
-    """Samples a second of each rank when it does nothing but compute, or None where no case tells.
+    """Samples per second of each rank when it only computes; None where no case measured it.
 
-    The best of batch size / compute seconds (forward and backward) over all cases of the group. The best, because
-    sending gradients during the backward takes time from computing.
+    The largest batch size / compute seconds (forward and backward) over all cases of the group.
     """
+    # The largest, because sending gradients during the backward prolongs the compute seconds of some cases.
     ranks = range(sum(group.cases[0].nodes))
     speeds = [
         max(
@@ -76,12 +76,12 @@ def own_speeds(group: Group) -> tuple[float, ...] | None:
 
 
 def scaling_efficiency(case: Case, speeds: tuple[float, ...]) -> float | None:
-    """The case's samples a second / the sum of `own_speeds`; None if the case failed."""
+    """The case's samples per second divided by the sum of `own_speeds`; None if the case failed."""
     return None if case.samples_per_second is None else case.samples_per_second / sum(speeds)
 
 
 def largest_loss_difference(cases: Iterable[Case]) -> float | None:
-    """How far losses at the same step are apart, at most, as a share of the smaller one; None with fewer than two."""
+    """The largest relative difference of losses at the same step, by the smaller one; None with fewer than two."""
     by_step: dict[int, list[float]] = {}
     for case in cases:
         for point in case.losses:
@@ -94,7 +94,7 @@ def largest_loss_difference(cases: Iterable[Case]) -> float | None:
 
 
 def describe_fastest(group: Group, network: str) -> str | None:
-    """One sentence: the strategy with the shortest step of a network, beside its peers; None if there is none."""
+    """One sentence about the strategy with the shortest step of a network, compared with plain PyTorch; or None."""
     fastest = group.fastest(network)
     if fastest is None:
         return None
@@ -109,4 +109,5 @@ def describe_fastest(group: Group, network: str) -> str | None:
 
 
 def _distinct(values: Iterable) -> tuple:
+    # A dict keeps the order of insertion, which a set does not.
     return tuple(dict.fromkeys(values))

@@ -33,8 +33,8 @@ class Picture:
 
     Args:
         title: kind of picture, model and cluster.
-        caption: what is seen and how it was measured, or why there is no picture.
-        path: the PNG; None if it was not drawn.
+        caption: description of the picture and its measurement, or the reason why there is none.
+        path: the PNG file; None if it was not drawn.
     """
 
     title: str
@@ -43,14 +43,14 @@ class Picture:
 
 
 def missing_library() -> str | None:
-    """What to install before pictures can be drawn; None if nothing is missing."""
+    """One line about the library to install for pictures; None if nothing is missing."""
     if find_spec("matplotlib") is None:
         return "no pictures: matplotlib is not installed; pip install 'accelerate-lshdp[pictures]'"
     return None
 
 
 def draw_pictures(results: Results, folder: Path) -> list[Picture]:
-    """Draws what the figures allow into a folder.
+    """Draws all pictures for which the results have figures into a folder.
 
     Returns:
         All pictures of the first cluster and model, then those of the next; without matplotlib none.
@@ -59,9 +59,11 @@ def draw_pictures(results: Results, folder: Path) -> list[Picture]:
         return []
     pictures, names = [], set()
     for group in group_cases(results):
+        # Different names of clusters or models may become one name of a file.
         ending = _unused(_file_name(f"{group.model}_{group.cluster}"), names)
         for name, draw in _KINDS.items():
             drawing = draw(group)
+            # The reason takes the picture's place in the report, so that its reader does not look for it.
             title = f"{name}, {group.title}"
             if isinstance(drawing, Missing):
                 pictures.append(Picture(title, f"not drawn: {drawing.reason}", None))
@@ -73,11 +75,12 @@ def draw_pictures(results: Results, folder: Path) -> list[Picture]:
 
 
 def _file_name(text: str) -> str:
+    """A text as part of a file name: lower case, everything but letters, digits, dot, plus and minus replaced."""
     return re.sub(r"[^a-z0-9.+-]+", "_", text.lower()).strip("_.")[:_LONGEST_NAME] or "model"
 
 
 def _unused(name: str, names: set[str]) -> str:
-    """The name, or the name with a number, if another model or cluster is written like it."""
+    """A name that is not in `names` yet: `name`, or with a number at its end; it is added to `names`."""
     number, found = 1, name
     while found in names:
         number += 1

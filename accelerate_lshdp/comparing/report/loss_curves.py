@@ -21,7 +21,7 @@ _WINDOWS_OF_A_CURVE = 20
 
 
 def draw_losses(group: Group) -> Drawing | Missing:
-    """One curve a case; one panel a network."""
+    """Draws training loss against wall time: one curve a case, one panel a network."""
     networks = [name for name in group.networks if any(_finite(case) for case in group.on(name))]
     if not networks:
         return Missing("no case has losses.")
@@ -30,6 +30,7 @@ def draw_losses(group: Group) -> Drawing | Missing:
     figure, panels = style.new_panels(
         networks, f"Loss against wall time: {group.title}", panel_width=5.2, panel_height=4.2, share_x=False
     )
+    # One window for all curves: different ones would make equal losses look different.
     longest = max(len(_finite(case)) for case in cases)
     window = 1 if longest <= _MOST_RAW_POINTS else longest // _WINDOWS_OF_A_CURVE
     for axes, network in zip(panels, networks, strict=True):
@@ -47,6 +48,7 @@ def draw_losses(group: Group) -> Drawing | Missing:
     style.add_legend(figure, _legend(styles))
     smoothed = f", mean of {window} steps," if window > 1 else ""
     caption = f"Training loss of the global batch{smoothed} against the wall time that the case itself has trained."
+    # Lossy formats change the gradients, so their losses may differ by more than rounding.
     exact = [case for case in cases if not case.is_lossy]
     differences = [largest_loss_difference(case for case in exact if case.network == name) for name in networks]
     if any(difference is not None for difference in differences):
@@ -62,7 +64,7 @@ def _finite(case: Case) -> list[LossPoint]:
 
 
 def _smooth(points: list[LossPoint], window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Times and losses, [points - window + 1] each: means of the last `window` losses."""
+    """Seconds, and means of the last `window` losses at them: arrays of shape [points - window + 1]."""
     losses = np.array([point.loss for point in points])
     seconds = np.array([point.seconds for point in points])
     window = min(window, len(points))
@@ -70,7 +72,7 @@ def _smooth(points: list[LossPoint], window: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _styles(cases: list[Case], labels: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """By label, in the group's order: thick greys for peers, over which thin curves that coincide can be seen."""
+    """Line styles by label: thick greys for peers, on which thin curves that coincide with them can be seen."""
     peers = {case.label for case in cases if case.is_peer}
     shown = {case.label for case in cases}
     styles, own, grey = {}, 0, 0
@@ -80,6 +82,7 @@ def _styles(cases: list[Case], labels: tuple[str, ...]) -> dict[str, dict[str, A
             grey += 1
         elif label in shown:
             colour, marker = style.PALETTE[own % len(style.PALETTE)], style.MARKERS[own % len(style.MARKERS)]
+            # Colours repeat after the palette; dashes tell the repetitions apart.
             dashes = _DASHES[own // len(style.PALETTE) % len(_DASHES)]
             styles[label] = {"color": colour, "marker": marker, "linestyle": dashes, "linewidth": 1.3, "markersize": 4}
             own += 1

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The tables of a benchmark as Markdown, with all that is needed to measure them again."""
+"""The tables of a benchmark as Markdown, with machine, versions, configuration and command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.comparing.report.comparison import describe_fastest, group_cases
 from accelerate_lshdp.comparing.report.gallery import Picture, missing_library
+from accelerate_lshdp.comparing.report.provenance import describe_provenance, format_config
 from accelerate_lshdp.comparing.report.results import Results
-from accelerate_lshdp.comparing.report.setting import describe_setting, format_config
 from accelerate_lshdp.comparing.report.tables import (
     DETAIL_LEGEND,
     STEP_LEGEND,
@@ -24,10 +24,10 @@ def render_markdown(results: Results, pictures: Sequence[Picture]) -> str:
     """The whole report as one Markdown document (GitHub's dialect).
 
     Args:
-        results: what was measured.
-        pictures: those that were drawn beside the document, and those that were not, with the reason.
+        results: the results of a benchmark.
+        pictures: pictures beside the document, and the reasons for those that were not drawn.
     """
-    parts = ["# Benchmark", *(f"* {_escape(name)}: {_code(text)}" for name, text in describe_setting(results))]
+    parts = ["# Benchmark", *(f"* {_escape(name)}: {_code(text)}" for name, text in describe_provenance(results))]
     parts = ["\n".join([parts[0], "", *parts[1:]])]
     for group in group_cases(results):
         parts.append(f"## {_escape(group.title)}")
@@ -70,12 +70,14 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that no Markdown reader takes for markup, on one line."""
+    """Text on one line, escaped so that no Markdown reader takes it for markup."""
+    # Underscores inside words are left alone, as GitHub does not take them for emphasis and names are full of them.
     return re.sub(r"([\\`*\[\]<>|&#]|(?<!\w)_|_(?!\w))", r"\\\1", " ".join(text.split()))
 
 
 def _code(text: str) -> str:
-    """Text on one line as code, whatever backticks are in it."""
+    """Text on one line as inline code, whatever backticks are in it."""
+    # CommonMark: the fence must be longer than any run of backticks inside; a space separates it from one at the end.
     text = " ".join(text.split())
     ticks = "`" * (_longest_run_of_backticks(text) + 1)
     padding = " " if text[:1] == "`" or text[-1:] == "`" else ""

@@ -32,7 +32,7 @@ RESULTS_KIND = "benchmark"
 EVENT_NAMES = ("data", "forward", "backward", "wait", "optimizer")
 _LARGEST_COUNT = 2**63 - 1
 _NAMES = ("cluster", "model", "network", "strategy", "communication_dtype", "label")
-# Every case that did not fail has these; the others may be null.
+# Fields that every case has that did not fail; the others may be null, as not every process can measure them.
 _ALWAYS_MEASURED = ("batch_sizes", "step_seconds", "samples_per_second", "spread", "round_seconds")
 _PER_RANK = ("compute_seconds", "wait_seconds", "optimizer_seconds")
 _PER_NODE = ("bytes_between_nodes", "formula_bytes", "bytes_inside_nodes")
@@ -51,6 +51,7 @@ def load_results(folder: str | os.PathLike[str]) -> Results:
     Raises:
         ResultsError: as `read_results`, and for a file that is missing, cannot be read or is not JSON.
     """
+    # A common mistake is to give results.json itself: its message says what to give instead.
     path = Path(folder, RESULTS_FILE)
     expected = "expected what `accelerate-lshdp bench` wrote. Give the folder that was its --output-dir"
     if Path(folder).is_file():
@@ -62,6 +63,7 @@ def load_results(folder: str | os.PathLike[str]) -> Results:
     except (OSError, UnicodeDecodeError) as error:
         raise ResultsError(f"{path}: found nothing that can be read ({error}), {expected}") from error
     except PlanError as error:
+        # The reader's own expectation is that of a plan.
         found = error.message.split(", expected")[0]
         raise ResultsError(f"{path}: {found}, {expected}") from error
     return read_results(document, source=f"{path}: ")
@@ -71,8 +73,8 @@ def read_results(document: object, source: str = "") -> Results:
     """The results in a JSON document.
 
     Args:
-        document: what the file holds.
-        source: what errors begin with.
+        document: the contents of the file.
+        source: the beginning of error messages, such as the path of the file.
 
     Raises:
         ResultsError: another kind or version, unknown or missing keys, wrong types, or values that contradict one
@@ -105,7 +107,7 @@ def read_results(document: object, source: str = "") -> Results:
 
 @contextmanager
 def _results_errors(source: str) -> Iterator[None]:
-    """Turns errors of the readers that plans and results share into those of results."""
+    """Turns each PlanError in the block into a `ResultsError` whose message begins with `source`."""
     try:
         yield
     except PlanError as error:
@@ -113,11 +115,12 @@ def _results_errors(source: str) -> Iterator[None]:
 
 
 def _require_kind(document: object) -> None:
-    """Asked first, as other errors may follow from it."""
+    """Checks kind and version of a document; called first, as a wrong kind may break other checks."""
     if not isinstance(document, dict):
         raise PlanError(f"found {describe(document)}, expected an object that `accelerate-lshdp bench` wrote.")
     for key, expected in (("kind", RESULTS_KIND), ("version", RESULTS_VERSION)):
         found = document.get(key)
+        # The types too, as True == 1.
         if type(found) is not type(expected) or found != expected:
             raise PlanError(
                 f"found {describe(found)}, expected {json.dumps(expected)}: these are no results of a benchmark, or"
@@ -139,6 +142,7 @@ def _read_limit(document: object) -> Limit:
     keys = require_object(document, required=("name", "value", "limit", "holds"))
     require_name(keys["name"], "name", "what has to hold")
     require_boolean(keys["holds"], "holds")
+    # `value` is null where the case that it is about has failed.
     for name in ("value", "limit"):
         if name == "limit" or keys[name] is not None:
             _require_real(keys[name], name)
@@ -163,11 +167,14 @@ def _read_case(document: object) -> Case:
         for name in (*_ALWAYS_MEASURED, "losses"):
             if keys[name] is None:
                 raise PlanError('found null, expected a figure. A case without one says why under "error".', path=name)
+    # Zero seconds or samples would divide by zero in tables and pictures; zero waits and errors are fine.
     for name in _SINGLE:
         if keys[name] is not None:
             require_number(keys[name], name, positive=name in ("step_seconds", "samples_per_second"))
+    # From here on lists are checked against the numbers of ranks and nodes, so every picture may zip them.
     ranks, nodes = sum(keys["nodes"]), len(keys["nodes"])
     keys["batch_sizes"] = _read_optional(keys["batch_sizes"], "batch_sizes", _read_integers, ranks, "rank")
+    # Samples per second are computed from the total, so sizes with another sum would make them wrong.
     if keys["batch_sizes"] is not None and sum(keys["batch_sizes"]) != keys["total_batch_size"]:
         raise PlanError(
             f"found sizes that sum to {sum(keys['batch_sizes'])}, expected total_batch_size,"
@@ -187,7 +194,7 @@ def _read_case(document: object) -> Case:
 
 
 def _check_failed(keys: dict[str, Any]) -> None:
-    """A case with an error has no figures: half of them would be mistaken for a result."""
+    """Checks that a case with an error has no figures, which readers might take for a result."""
     figures = {*_ALWAYS_MEASURED, *_SINGLE, *_PER_RANK, *_PER_NODE, "peak_pss_bytes", "peak_rank_bytes", "timeline"}
     for name in sorted(figures | {"losses"}):
         if keys[name] not in (None, []) and name != "batch_sizes":
@@ -195,11 +202,11 @@ def _check_failed(keys: dict[str, Any]) -> None:
                 f"found {describe(keys[name])}, expected null, as the case has an error. Remove one of the two.",
                 path=name,
             )
-        keys[name] = keys[name] or None
+        keys[name] = keys[name] or None  # empty lists are as good as null
 
 
 def _check_together(cases: tuple[Case, ...]) -> None:
-    """What one case alone cannot show: cases that stand twice, and clusters that change."""
+    """Checks all cases together: no case stands twice, and a cluster has the same nodes in all of its cases."""
     seen, nodes = set(), {}
     for index, case in enumerate(cases):
         place = (case.cluster, case.model, case.network, case.label)
@@ -227,7 +234,7 @@ def _read_optional(
     length: int | None = None,
     what: str = "",
 ) -> tuple[_Item, ...] | None:
-    """What `read` makes of a list that may be null, with one entry for each of `length` ranks or nodes."""
+    """A list that may be null, read by `read`, with one entry for each of `length` ranks or nodes."""
     if value is None:
         return None
     items = read(value, path)
@@ -288,7 +295,7 @@ def _read_event(document: object) -> Event:
 
 
 def _require_real(value: object, path: str) -> None:
-    """A number of either sign; `require_json` has refused NaN and infinity."""
+    """Raises PlanError unless `value` is a number, of either sign; `require_json` has refused NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PlanError(f"found {describe(value)}, expected a number.", path=path)
 

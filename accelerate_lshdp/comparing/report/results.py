@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a benchmark measured: the contents of ``results.json`` as values. Seconds, bytes, samples."""
+"""The results of a benchmark: the contents of ``results.json`` as immutable values, in seconds, bytes and samples."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FULL_PRECISION = "fp32"
 
 
 class ResultsError(ValueError):
-    """Results that cannot be read or are malformed; it says where."""
+    """Results that cannot be read or are malformed; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a rank did between two moments of a step.
+    """One activity of a rank in a step.
 
     Args:
         name: ``data``, ``forward``, ``backward``, ``wait`` or ``optimizer``.
         begin: seconds, on a clock that all ranks share.
-        end: the same.
+        end: seconds, on the same clock.
     """
 
     name: str
@@ -49,23 +49,23 @@ class LossPoint:
 class Case:
     """One strategy with one communication format on one cluster, model and network.
 
-    Figures are None where they were not measured; all are where `error` says why the case has none.
+    Figures are None where they were not measured. If `error` is set, the case failed and all of them are None.
 
     Args:
         label: the strategy and its format as people read it, ``lshdp int8``.
-        is_peer: whether it uses nothing of accelerate_lshdp: what the others are compared with.
-        nodes: the ranks of each node.
+        is_peer: whether it uses plain PyTorch and nothing of accelerate_lshdp, for comparison.
+        nodes: number of ranks of each node.
         batch_sizes: one a rank; None if the case failed before they were known.
         step_seconds: the median step.
         spread: median absolute deviation of the steps / their median.
         round_seconds: the median of every interleaved round.
         compute_seconds: forward and backward of a step, one a rank; wait_seconds and optimizer_seconds likewise.
-        bytes_between_nodes: what each node sent to others in a step, measured; formula_bytes: what it should have.
-        bytes_inside_nodes: what the ranks of each node sent to one another in a step.
+        bytes_between_nodes: measured bytes that each node sent to others in a step; formula_bytes: by the formula.
+        bytes_inside_nodes: bytes that the ranks of each node sent to one another in a step.
         peak_pss_bytes: the proportional set size of all processes of each node, at its peak.
-        peak_rank_bytes: the peak of every rank.
-        predicted_seconds: the step that the cost model predicted.
-        slowdown: seconds of a micro-batch while the case took its turns over those profiled, the mean of the ranks.
+        peak_rank_bytes: the peak memory of every rank.
+        predicted_seconds: seconds of the step by the cost model.
+        slowdown: seconds of a micro-batch during the case divided by the profiled ones, the mean of the ranks.
         timeline: the events of one step, one tuple a rank.
     """
 
@@ -107,13 +107,13 @@ class Case:
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted / measured step - 1; None unless there are both."""
+        """The relative error predicted / measured - 1 of the step seconds; None unless there are both."""
         if self.predicted_seconds is None or self.step_seconds is None:
             return None
         return self.predicted_seconds / self.step_seconds - 1
 
     def time_saved(self, other: Case) -> float | None:
-        """The share of the other's step that this one saves, negative if it takes longer; None unless both ran."""
+        """The fraction of `other`'s step that this case saves, negative if it takes longer; None unless both ran."""
         if self.step_seconds is None or other.step_seconds is None:
             return None
         return 1 - self.step_seconds / other.step_seconds
@@ -121,7 +121,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that had to hold, and whether it did; `value` is None where it could not be measured."""
+    """A limit of the benchmark's configuration and its outcome.
+
+    Args:
+        name: description of what is limited.
+        value: the measured value; None: it could not be measured.
+        limit: the largest allowed value.
+        holds: whether the limit holds.
+    """
 
     name: str
     value: float | None
@@ -130,13 +137,13 @@ class Limit:
 
     @property
     def verdict(self) -> str:
-        """``holds``, ``BROKEN``, or ``NOT SHOWN`` where it could not be measured."""
+        """The outcome as a word: ``holds``, ``BROKEN``, or ``NOT SHOWN`` where it could not be measured."""
         return "holds" if self.holds else "NOT SHOWN" if self.value is None else "BROKEN"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured."""
+    """The machine of a benchmark: processor, number of cores, bytes of memory, kernel version."""
 
     cpu: str
     cores: int
@@ -149,11 +156,11 @@ class Results:
     """One invocation of the benchmark.
 
     Args:
-        created: when, an ISO time.
-        command: what reproduces it.
-        versions: of Python and libraries, by name.
+        created: time of the benchmark, in ISO form.
+        command: the command that reproduces it.
+        versions: versions of Python and libraries, by name.
         config: the configuration as it was read.
-        wall_seconds: how long the whole benchmark took.
+        wall_seconds: seconds of the whole benchmark.
     """
 
     created: str

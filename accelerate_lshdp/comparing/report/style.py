@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What pictures have in common: colours, the figure, and, in reports, its panels, one a network."""
+"""The common style of all pictures: colours, figures, panels (one a network) and legends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LETTER_WIDTH, _TITLE_LETTER_WIDTH = 0.07, 0.12  # inches
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A finished figure of matplotlib, and a caption: what is seen and how it was measured."""
+    """A finished figure of matplotlib with its caption."""
 
     figure: Any
     caption: str
@@ -38,13 +38,13 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why there is no picture."""
+    """The reason why a picture was not drawn."""
 
     reason: str
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure of matplotlib; inches."""
+    """A figure of matplotlib of `width` x `height` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,7 +54,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def hide_frame(axes: Any, *sides: str) -> None:
-    """Leaves out sides of the frame, ``top`` and ``right`` if none is named."""
+    """Hides sides of the frame, ``top`` and ``right`` if none is named."""
     for side in sides or ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -80,8 +80,10 @@ def new_panels(
     """
     columns = min(len(names), _PANELS_IN_A_ROW)
     rows = -(-len(names) // columns)
+    # Inches: the constant below is the room for title and legend.
     width = label_width + columns * panel_width
     figure = new_figure(width, 1.3 + rows * panel_height)
+    # Shared axes: bars of different networks can only be compared by eye at one scale.
     grid = figure.subplots(rows, columns, sharex=share_x, sharey=True, squeeze=False).flatten()
     title = textwrap.fill(title, int(width / _TITLE_LETTER_WIDTH))
     figure.suptitle(title, fontsize=12, fontweight="bold")

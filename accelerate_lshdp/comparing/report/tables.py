@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The tables of a benchmark, as text in cells: the terminal, Markdown and the HTML page show the same ones."""
+"""The tables of a benchmark as text in cells, which terminal, Markdown and HTML page all show."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Table:
     """A table of text.
 
     Args:
-        title: what it shows.
+        title: heading of the table.
         columns: the headings; the first column names the row, the others hold figures.
         rows: one string a column.
-        notes: what is said below the table, one sentence an entry: cases that failed, with their errors.
-        alarming: places of rows that must not be overlooked: failures, limits that do not hold.
+        notes: sentences below the table: cases that failed, with their errors.
+        alarming: indices of rows to highlight: failures, limits that do not hold.
     """
 
     title: str
@@ -44,7 +44,8 @@ class Table:
 
 
 def step_table(group: Group, network: str) -> Table:
-    """How long a step of each strategy takes on one network, what it sends and needs, and how it was predicted."""
+    """The table of steps on one network: seconds, bytes, memory and prediction error of each strategy."""
+    # One column for each peer: what a strategy saves depends on what it is compared with.
     cases, peers = group.on(network), group.peers(network)
     columns = (
         *("strategy", "step, s", "spread", "samples/s"),
@@ -54,6 +55,7 @@ def step_table(group: Group, network: str) -> Table:
     rows = []
     for case in cases:
         if case.error is not None:
+            # As many cells as columns: renderers do not check.
             rows.append((case.label, "failed", *[NOTHING] * (len(columns) - 2)))
             continue
         rows.append(
@@ -74,7 +76,7 @@ def step_table(group: Group, network: str) -> Table:
 
 
 def detail_table(group: Group, network: str) -> Table:
-    """What every rank and every node did in a step of each strategy on one network."""
+    """The table of details on one network: seconds, bytes and memory of every rank and node, for each strategy."""
     columns = (
         *("strategy", "batch sizes", "compute, s", "wait, s", "optimizer, s"),
         *("MB sent to other nodes", "MB sent inside nodes", "GB a node", "GB a rank"),
@@ -98,7 +100,7 @@ def detail_table(group: Group, network: str) -> Table:
 
 
 def limits_table(results: Results) -> Table:
-    """What had to hold."""
+    """The table of limits: measured value, largest allowed value and outcome of each."""
     rows = tuple(
         (
             limit.name,
@@ -129,6 +131,7 @@ def _percent(value: float | None, form: str) -> str:
 
 
 def _megabytes(count: float | None) -> str:
+    # "0" and not "0.000": nothing was sent at all.
     return NOTHING if count is None else format_number(count / 1e6) if count else "0"
 
 

@@ -27,7 +27,7 @@ def print_results(results: Results | dict[str, Any]) -> None:
     from rich.text import Text
 
     if not isinstance(results, Results):
-        results = read_results(results)
+        results = read_results(results)  # the same checks as for a file
     console = Console(highlight=False)
     for group in group_cases(results):
         for network in group.networks:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The picture of one step: what every rank does at every moment, strategy by strategy."""
+"""The timeline of one step: the activities of every rank, strategy by strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADING = 1.6  # rows that a strategy's heading takes
 
 
 def draw_timeline(group: Group) -> Drawing | Missing:
-    """One row a rank, below the name of each strategy; one panel a network."""
+    """Draws one row a rank, below the name of each strategy; one panel a network."""
     shown = {name: [case for case in group.on(name) if case.timeline is not None] for name in group.networks}
     networks = [name for name, cases in shown.items() if cases]
     if not networks:
@@ -40,6 +40,7 @@ def draw_timeline(group: Group) -> Drawing | Missing:
     tops = [place * (ranks + _HEADING) for place in range(len(labels))]
     for axes, network in zip(panels, networks, strict=True):
         cases = {case.label: case for case in shown[network]}
+        # Rows of a strategy stay empty where it failed, so that panels can be compared side by side.
         failed = {case.label for case in group.on(network) if case.error is not None}
         for top, label in zip(tops, labels, strict=True):
             if label in cases:
@@ -67,6 +68,7 @@ def draw_timeline(group: Group) -> Drawing | Missing:
 
 def _draw_step(axes: Any, top: float, case: Case) -> None:
     events = [event for row in case.timeline for event in row]
+    # The clock's zero is arbitrary: the step begins with the first event of any rank.
     start = min((event.begin for event in events), default=0.0)
     seconds = max((event.end for event in events), default=0.0) - start
     axes.text(0, top - 0.3, f"{case.label}: {seconds:.3g} s", fontsize=8, fontweight="bold", va="bottom")

@@ -12,7 +12,7 @@ from accelerate_lshdp.comparing.report.markdown import render_markdown
 from accelerate_lshdp.comparing.report.page import render_page
 from accelerate_lshdp.comparing.report.reading import read_results
 from accelerate_lshdp.comparing.report.results import Results
-from accelerate_lshdp.documents.atomic_files import write_whole
+from accelerate_lshdp.documents.atomic_files import write_atomically
 
 
 MARKDOWN_FILE = "results.md"
@@ -43,8 +43,8 @@ def write_report(results: Results | dict[str, Any], folder: Path) -> list[Path]:
     drawn = [picture.path for picture in pictures if picture.path is not None]
     if find_spec("jinja2") is None:
         tables += "\nNo HTML page: jinja2 is not installed; pip install 'accelerate-lshdp[pictures]'\n"
-        write_whole(folder / MARKDOWN_FILE, tables)
+        write_atomically(folder / MARKDOWN_FILE, tables)
         return [folder / MARKDOWN_FILE, *drawn]
-    write_whole(folder / MARKDOWN_FILE, tables)
-    write_whole(folder / PAGE_FILE, render_page(results, pictures))
+    write_atomically(folder / MARKDOWN_FILE, tables)
+    write_atomically(folder / PAGE_FILE, render_page(results, pictures))
     return [folder / MARKDOWN_FILE, *drawn, folder / PAGE_FILE]

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What predictions know about a cluster and about a model: immutable values."""
+"""The cluster and the model of a prediction: rates, costs and sizes, as immutable values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from accelerate_lshdp.documents.network import Link
 from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 
-#: Of a model whose units nobody has named.
+#: Number of equal units that stand for a model whose units are not given.
 _UNITS = 8
-_HANDLING = (
+_COST_FIELDS = (
     "seconds_per_byte",
     "seconds_per_collective",
     "conversion_seconds_per_byte",
@@ -24,17 +24,17 @@ _HANDLING = (
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
-    """What communication takes of a node's processors, in seconds of the node when it does nothing else.
+class CommunicationCost:
+    """Processor time that communication takes of a node, in seconds of a node that does nothing else meanwhile.
 
     Args:
-        seconds_per_byte: for a byte that its ranks send: sending it, receiving another one, adding or copying it.
-        seconds_per_collective: for every reduction or gather, whatever its size, and every rank that takes part; a
-            lossy format has its own.
-        conversion_seconds_per_byte: for a byte of a gradient that is compressed and decompressed.
-        copy_seconds_per_byte: for a byte of a unit that one rank copies to or from the buffer in which it travels.
-        seconds_per_unit: for a unit that one rank gathers or reduces, whatever its size.
-        inside_seconds_per_byte: as `seconds_per_byte`, of gathering and reducing inside a node; 0: the same.
+        seconds_per_byte: for each byte that its ranks send: sending it, receiving another one, adding or copying it.
+        seconds_per_collective: for each reduction or gather, whatever its size, and each rank that takes part; a lossy
+            format has its own.
+        conversion_seconds_per_byte: for each byte of a gradient that is compressed and decompressed.
+        copy_seconds_per_byte: for each byte of a unit that a rank copies to or from the buffer in which it travels.
+        seconds_per_unit: for each unit that a rank gathers or reduces, whatever its size.
+        inside_seconds_per_byte: `seconds_per_byte` of gathering and reducing inside a node; 0: the same.
 
     Raises:
         ValueError: a value is negative or not finite.
@@ -48,38 +48,40 @@ class Handling:
     inside_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _HANDLING:
+        for name in _COST_FIELDS:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"found {name} {value}, expected finite seconds of at least 0: measure again")
 
     @property
     def seconds_per_byte_inside(self) -> float:
-        """Of gathering and reducing inside a node."""
+        """Seconds per byte of gathering and reducing inside a node."""
         return self.inside_seconds_per_byte or self.seconds_per_byte
 
-    def on(self, cores: float) -> Handling:
-        """These CPU seconds on a node that has so many cores, a fraction included."""
-        return Handling(*(getattr(self, name) / cores for name in _HANDLING))
+    def on(self, cores: float) -> CommunicationCost:
+        """The cost on a node with `cores` cores (fractions allowed), from the cost in CPU seconds of one core."""
+        return CommunicationCost(*(getattr(self, name) / cores for name in _COST_FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterModel:
-    """The nodes and what connects them.
+    """The nodes of a cluster and the links between and inside them.
 
     Args:
         nodes: ranks on each node, in rank order.
         link: between nodes.
-        handling: what communication takes of each node's processors. Empty: nothing, as where devices compute.
+        communication_costs: what communication takes of each node's processors. Empty: nothing, as where devices
+            compute.
         processors: of each node, where a quota limits them. Empty: no quota.
-        inside: the link between ranks of a node, where processors do not do that work (`handling` counts theirs).
-        device_link: between host memory and each device; offloaded parameters and gradients take it. None: there is
-            none, as where the host computes.
+        inside: the link between ranks of a node, where it is not the processors that move bytes inside the node. None:
+            they do, at `communication_costs`.
+        device_link: the link between host memory and each device, for offloaded parameters and gradients. None: the
+            host computes.
         shared_memory: node-sharded strategies exchange through shared memory inside a node.
         two_stage: world-sharded strategies exchange inside nodes and between them in two stages.
         streams: devices gather and reduce while they compute.
-        message_delay_seconds: how much longer a message between nodes takes while these compute, where their
-            processors send it on.
+        message_delay_seconds: seconds by which a message between nodes is delayed while the nodes compute, where it
+            waits for a processor.
 
     Raises:
         ValueError: there is no node, one has no rank, values do not match the nodes, or the delay is impossible.
@@ -87,7 +89,7 @@ class ClusterModel:
 
     nodes: tuple[int, ...]
     link: Link
-    handling: tuple[Handling, ...] = ()
+    communication_costs: tuple[CommunicationCost, ...] = ()
     processors: tuple[Processors, ...] = ()
     inside: Link | None = None
     device_link: Link | None = None
@@ -105,25 +107,30 @@ class ClusterModel:
                 f"found message_delay_seconds {self.message_delay_seconds}, expected finite seconds of at least 0:"
                 " measure again"
             )
-        for name, default in (("handling", Handling()), ("processors", Processors())):
+        # The second name is the one in error messages.
+        per_node = (
+            ("communication_costs", "handling", CommunicationCost()),
+            ("processors", "processors", Processors()),
+        )
+        for name, shown, default in per_node:
             values = tuple(getattr(self, name)) or (default,) * len(nodes)
             if len(values) != len(nodes):
-                raise ValueError(f"found {name} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
+                raise ValueError(f"found {shown} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
             object.__setattr__(self, name, values)
         object.__setattr__(self, "nodes", nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """How large the model is on its way.
+    """Bytes of a model's parameters and gradients as they travel.
 
     Args:
-        parameter_bytes: of all parameters, as they are gathered.
-        gradient_bytes: of all gradients before they are compressed.
-        unit_bytes: parameters of each unit, in the order of the forward; the rest belongs to the root, whose gradients
-            come last. Empty: equal units without a root.
-        ready_bytes: of the gradient buckets that `bucket_ready` in the profiles is about, in their order. Empty:
-            gradients appear evenly during the backward.
+        parameter_bytes: bytes of all parameters, as they are gathered.
+        gradient_bytes: bytes of all gradients before they are compressed.
+        unit_bytes: bytes of each unit's parameters, in the order of the forward. The rest belongs to the root, whose
+            gradients come last. Empty: equal units without a root.
+        ready_bytes: bytes of the gradient buckets whose times are `bucket_ready` in the profiles, in their order.
+            Empty: gradients become ready evenly during the backward.
 
     Raises:
         ValueError: the model has no bytes, or units have more than it.
@@ -141,6 +148,7 @@ class ModelSize:
                 " positive numbers: give the bytes of its parameters and of its gradients"
             )
         units = tuple(self.unit_bytes) or (self.parameter_bytes / _UNITS,) * _UNITS
+        # Sums of float sizes may exceed their total by rounding; a larger excess is a mistake.
         if sum(units) > self.parameter_bytes * (1 + 1e-9):
             raise ValueError(
                 f"found units of {sum(units):.0f} bytes in a model of {self.parameter_bytes:.0f}: correct either"
@@ -150,6 +158,7 @@ class ModelSize:
 
     @property
     def root_bytes(self) -> float:
-        """Parameters in no unit."""
+        """Bytes of parameters in no unit."""
+        # What rounding leaves of the difference is not a root: it would add an exchange to every step.
         rest = self.parameter_bytes - sum(self.unit_bytes)
         return rest if rest > 1e-9 * self.parameter_bytes else 0.0

@@ -1,10 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a strategy needs of memory, by the accounting of ZeRO (Rajbhandari et al., 2020, section 3).
+"""Memory that a strategy needs on each rank, by the accounting of ZeRO (Rajbhandari et al., 2020, section 3).
 
 With P parameters and Adam, a rank that holds everything keeps P * (parameter + gradient + optimizer) bytes: 16 * P, in
-fp32 as 4 + 4 + 8, in ZeRO's mixed precision as 2 + 2 + 12. Where n ranks share one copy each keeps 1/n of that, and
-beside it what is gathered: two units and the root (one unit is computed, the next one gathered), and the gradient of
-one unit before it is reduced. Activations come on top.
+fp32 as 4 + 4 + 8, in ZeRO's mixed precision as 2 + 2 + 12. Where n ranks share one copy, each keeps 1/n of that, and
+beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), and the
+gradient of one unit before it is reduced. Activations come on top.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that each parameter has in every role.
+    """Bytes of one parameter in each of its roles.
 
     Args:
-        parameter: as it is kept between steps.
-        gradient: reduced, as the optimizer reads it.
-        optimizer: Adam's two moments; with a master copy of the parameter where `parameter` is none.
-        gathered: as it is computed with.
-        unreduced: its gradient as the backward leaves it.
+        parameter: bytes that are kept between steps.
+        gradient: bytes of the reduced gradient that the optimizer reads.
+        optimizer: bytes of Adam's two moments, and of an fp32 master copy where `parameter` is not one.
+        gathered: bytes of the parameter in the precision of the forward.
+        unreduced: bytes of the gradient that the backward leaves.
     """
 
     parameter: float = 4
@@ -34,7 +34,7 @@ class StateBytes:
     unreduced: float = 4
 
 
-#: By `mixed_precision` of accelerate: what the engine keeps.
+#: What the engine keeps, by `mixed_precision` of accelerate. The parameters that are kept stay in fp32.
 STATE_BYTES = {
     "no": StateBytes(),
     "bf16": StateBytes(gathered=2, unreduced=2),
@@ -46,12 +46,12 @@ ZERO_BYTES = StateBytes(parameter=2, gradient=2, optimizer=12, gathered=2, unred
 
 @dataclass(frozen=True, slots=True)
 class ModelCounts:
-    """Numbers of parameters.
+    """Numbers of a model's parameters.
 
     Args:
-        parameters: all of them, tied ones once.
-        trainable: those with gradients and optimizer states.
-        units: of each unit, in the order of the forward; the rest belongs to the root.
+        parameters: all parameters, tied ones once.
+        trainable: parameters with gradients and optimizer states.
+        units: parameters of each unit, in the order of the forward; the rest belongs to the root.
     """
 
     parameters: int
@@ -60,22 +60,22 @@ class ModelCounts:
 
     @property
     def root(self) -> int:
-        """Parameters in no unit."""
+        """Number of parameters in no unit."""
         return self.parameters - sum(self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank needs, in bytes.
+    """Memory of one rank by its use, in bytes.
 
     Args:
-        parameters: what it keeps between steps.
-        gradients: reduced ones.
+        parameters: parameters that are kept between steps.
+        gradients: reduced gradients.
         optimizer: optimizer states.
-        gathered: parameters and unreduced gradients of the units at work.
-        activations: kept for the backward.
-        communication: compressed copies and errors that compression left.
-        is_offloaded: parameters, gradients and optimizer states are in host memory.
+        gathered: gathered parameters and unreduced gradients of the units that are computed.
+        activations: activations that are kept for the backward.
+        communication: compressed copies of gradients, and the errors of the compression.
+        is_offloaded: whether parameters, gradients and optimizer states are in host memory.
     """
 
     parameters: float
@@ -88,27 +88,27 @@ class RankMemory:
 
     @property
     def states(self) -> float:
-        """Parameters, gradients and optimizer states."""
+        """Bytes of parameters, gradients and optimizer states."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def device_bytes(self) -> float:
-        """On the device, where it has memory of its own."""
+        """Bytes on the device, where it has memory of its own."""
         working = self.gathered + self.activations
         return working if self.is_offloaded else working + self.states + self.communication
 
     @property
     def host_bytes(self) -> float:
-        """In host memory, where the device has memory of its own."""
+        """Bytes in host memory, where the device has memory of its own."""
         return self.states + self.communication if self.is_offloaded else 0.0
 
     @property
     def total_bytes(self) -> float:
-        """Of both: what it needs on a CPU, where the host's memory is the device's."""
+        """Bytes on device and host: the need of a rank on a CPU, where the two are one."""
         return self.device_bytes + self.host_bytes
 
 
-#: What a format keeps for each byte of a rank's fp32 gradient: copies under way, and errors to be made up for.
+#: Bytes that a format keeps for each byte of a rank's fp32 gradient: copies that travel, and errors for the next step.
 _FORMAT_SHARES = {"fp32": 0.0, "bf16": 0.5, "int8": 1.5, "powersgd": 1.0}
 
 
@@ -122,16 +122,17 @@ def rank_memory(
     communication_dtype: str = "fp32",
     accumulates: bool = False,
 ) -> list[RankMemory]:
-    """What a rank of each node needs.
+    """Memory of a rank of each node: one entry a node.
 
     Args:
-        strategy: one of `planning.strategies.STRATEGIES`.
-        counts: of the model.
+        strategy: one of `documents.strategy.STRATEGIES`.
+        counts: numbers of the model's parameters.
         nodes: ranks on each node.
-        state_bytes: of a parameter. None: fp32.
-        activation_bytes: of one micro-batch.
-        communication_dtype: of gradients between nodes.
-        accumulates: several micro-batches a step: world-sharded strategies keep whole gradients in between.
+        state_bytes: bytes of a parameter in each role. None: fp32.
+        activation_bytes: bytes of one micro-batch's activations.
+        communication_dtype: format of gradients between nodes.
+        accumulates: whether a step has several micro-batches; world-sharded strategies keep whole gradients between
+            them.
 
     Raises:
         ValueError: there is no such strategy or format.
@@ -151,10 +152,12 @@ def rank_memory(
             if traits.is_plain:
                 communication += gradients  # DDP's buckets beside .grad
         elif traits.gathers_twice:
+            # The two largest units may be neighbours: an upper bound that needs no order.
             largest = sorted(counts.units, reverse=True)
             unreduced = counts.trainable if accumulates and traits.shared_by is SharedBy.WORLD else sum(largest[:1])
             gathered = (counts.root + sum(largest[:2])) * each.gathered + (unreduced + counts.root) * each.unreduced
         else:
+            # Gathered once a step (ZeRO-2): all parameters stay until the backward has used them.
             unreduced = counts.trainable if accumulates else max(counts.units, default=0) + counts.root
             gathered = counts.parameters * each.gathered + unreduced * each.unreduced
         memory.append(

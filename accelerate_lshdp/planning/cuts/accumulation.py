@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What ranks can do within a given time when each may take several micro-batches, and the least time for a total.
+"""The samples that ranks can finish within a given time with several micro-batches, and the least time for a total.
 
-Within T seconds rank i can do k micro-batches of up to M_i(k) samples each. The ranks of a shard group have one k, so
-the group can do k * s samples for every s from its number of ranks to the sum of its M_i(k). What can be done grows
+Within T seconds rank i can do k micro-batches of up to M_i(k) samples each. The ranks of a shard group have the same
+k, so the group can do k * s samples for every s from its number of ranks to the sum of its M_i(k). These sets grow
 with T, so the least T for a total is found by bisection over the floating-point numbers themselves: it ends at the
 exact finish time of some micro-batches.
 """
@@ -21,7 +21,9 @@ from accelerate_lshdp.planning.cuts.subset_sums import GroupSums
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What shard groups can do within some time: the largest micro-batches for each group and number of micro-batches.
+    """The largest micro-batches of shard groups within some time, for each group and number of micro-batches.
+
+    A choice is one group with one number of micro-batches.
 
     Args:
         count: the number of groups.
@@ -40,7 +42,8 @@ class Choices:
     largest: np.ndarray
 
     def sums(self, least: int = 1, greatest: int | None = None) -> GroupSums:
-        """What the groups can do if the batch of every rank is from `least` to `greatest` samples."""
+        """The totals that the groups can do if the batch of every rank is from `least` to `greatest` samples."""
+        # Bounds of a batch become bounds of its micro-batch: rounded up below, down above.
         low, largest = -(-least // self.steps), self.largest
         if greatest is not None:
             largest = np.minimum(largest, np.repeat(greatest // self.steps, self.ranks))
@@ -54,11 +57,13 @@ class Choices:
 
 
 class AccumulationTables:
-    """The finish times of all ranks, laid out so that `within` answers for all of them at once.
+    """The finish times of all ranks in flat arrays, from which `within` finds the choices of all groups at once.
+
+    The arrays have one entry for each rank and micro-batch size.
 
     Args:
         problem: ranks and groups.
-        most_steps: the most micro-batches that each group may have.
+        most_steps: the largest number of micro-batches that each group may have.
     """
 
     def __init__(self, problem: Problem, most_steps: list[int]) -> None:
@@ -77,7 +82,7 @@ class AccumulationTables:
         self.slowest_single = float(self._first[self._single].max())
 
     def within(self, seconds: float) -> Choices | None:
-        """What can be done within `seconds`; None if some group can do nothing."""
+        """The choices of all groups within `seconds`; None if some group cannot finish one sample a rank."""
         most, start, largest = self._largest_within(seconds)
         if most.min() < 1:
             return None
@@ -104,6 +109,7 @@ class AccumulationTables:
         width = most[self._group]
         start = np.cumsum(width) - width
         # M_i(k) is the number of micro-batch sizes of which rank i can do at least k: count, then sum from above.
+        # Capped at the group's number: what a rank could do beyond its group's slowest member is of no use.
         useful = np.minimum(steps, width[self._rank])
         able = useful > 0
         counts = np.bincount(start[self._rank[able]] + useful[able] - 1, minlength=int(width.sum()))
@@ -111,7 +117,7 @@ class AccumulationTables:
         return most, start, above[:-1] - np.repeat(above[start + width], width)
 
     def least_seconds(self, total: int) -> float:
-        """The least time within which the groups can take `total` samples together; some time must be enough."""
+        """The least seconds within which the groups can finish `total` samples; some finite time must be enough."""
 
         def is_full(seconds: float) -> bool:
             choices = self.within(seconds)
@@ -121,7 +127,8 @@ class AccumulationTables:
             choices = self.within(seconds)
             return choices is not None and choices.sums().reach(total)
 
-        # As if there were no holes first: that is quick, and the holes near the greatest total are few.
+        # First as if the sets had no holes, which is quick to test and a lower bound. Holes near the greatest total
+        # are few, so the true optimum is close: the second search starts there in growing steps.
         enough = self.slowest_single
         below = math.nextafter(enough, 0.0)
         while not is_full(enough):
@@ -133,11 +140,12 @@ class AccumulationTables:
         return least_float(below, enough, is_enough)
 
     def _steps(self, seconds: float) -> np.ndarray:
-        """The most micro-batches of each size within `seconds`, by the very sum that `StepTimes.finish` computes."""
+        """The largest number of micro-batches of each size within `seconds`, computed as in `StepTimes.finish`."""
         most = self._most[self._group][self._rank]
         quotient = np.floor((seconds - self._first) / self._more)
         steps = np.clip(quotient + 1, 0, most).astype(np.int64)
-        # The quotient may be off by one.
+        # The quotient is rounded and may be off by one. The comparisons below decide by the sum that the plan's own
+        # time is computed with, so that bisection ends at a time that some cut really has.
         steps += (steps < most) & (self._first + steps * self._more <= seconds)
         steps -= (steps > 0) & (self._first + (steps - 1) * self._more > seconds)
         return steps

@@ -36,7 +36,7 @@ class BatchSizes:
             gradients take.
         step_seconds: seconds of a step, which no other cut undercuts (fixed total) or makes more samples a second with
             (maximum throughput).
-        certificate: JSON values that let `verify_certificate` check that claim.
+        certificate: JSON values from which `verify_certificate` checks that the cut is optimal.
     """
 
     batch_sizes: list[int]
@@ -52,7 +52,7 @@ class BatchSizes:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples in the global batch by the seconds of a step."""
+        """Throughput: samples in the global batch divided by the seconds of a step."""
         return self.total_batch_size / self.step_seconds
 
     @property
@@ -93,6 +93,7 @@ def plan_fixed_total(
             cut is possible; it names the nearest total for which there is one.
     """
     problem = pose_problem(profiles, allow_accumulation, bucket_seconds, shard_groups)
+    # The optimum is the least time; of all cuts within it (up to rounding), the tie rules choose one.
     total = checked_total(problem, total_batch_size)
     if allow_accumulation:
         tables = AccumulationTables(problem, most_steps(problem, total))
@@ -114,14 +115,14 @@ def plan_fixed_total(
 
 
 def step_seconds(problem: Problem, micro_batches: Sequence[tuple[int, int]]) -> float:
-    """When the slowest rank has finished."""
+    """Seconds until the slowest rank has finished its micro-batches."""
     return max(time.finish(*pair) for time, pair in zip(problem.times, micro_batches, strict=True))
 
 
 def batch_sizes_of(
     problem: Problem, micro_batches: Sequence[tuple[int, int]], step: float, certificate: dict[str, Any]
 ) -> BatchSizes:
-    """The result of a planner."""
+    """The result of a planner from (micro-batch size, steps) of each rank, step seconds and certificate."""
     return BatchSizes(
         batch_sizes=[size * steps for size, steps in micro_batches],
         micro_batches=list(micro_batches),
@@ -135,6 +136,7 @@ def _cut_once(problem: Problem, total: int) -> tuple[float, list[int]]:
     """The least step time of any cut with one micro-batch a rank, and the best such cut."""
     tables = [time.first for time in problem.times]
     slowest_single = max(table[0] for table in tables)
+    # Selection instead of sorting: linear in the number of entries.
     filled = np.partition(np.concatenate(tables), total - 1)[total - 1]
     optimum = float(max(slowest_single, filled))
     caps = np.array([np.searchsorted(table, optimum * (1 + TIE), side="right") for table in tables])
@@ -148,6 +150,7 @@ def _most_even(caps: np.ndarray, total: int) -> np.ndarray:
     L = min(min(caps), total // n). Both can be met at once, as n*L <= total <= sum(min(caps, H)). So every cut within
     [L, H] is most even, and the lexicographically smallest of them starts at L and fills up from the last rank.
     """
+    # Bisection for H, the least maximum with which the total still fits.
     largest, upper = 1, int(caps.max())
     while largest < upper:
         middle = (largest + upper) // 2
@@ -158,6 +161,6 @@ def _most_even(caps: np.ndarray, total: int) -> np.ndarray:
     smallest = min(int(caps.min()), total // len(caps))
     room = np.minimum(caps, largest) - smallest
     left = total - smallest * len(caps)
-    # What the ranks behind each rank can hold is taken off first.
+    # From the last rank to the first: each takes what the ranks behind it cannot hold, so early ranks stay small.
     behind = np.cumsum(room[::-1])[::-1] - room
     return smallest + np.clip(left - behind, 0, room)

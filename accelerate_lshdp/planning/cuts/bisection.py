@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The least number with a property that all greater ones have too."""
+"""Bisection: the least integer or float with a property that all greater ones have too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def least_integer(below: int, enough: int, is_enough: Callable[[int], bool]) -> 
 
 def least_float(below: float, enough: float, is_enough: Callable[[float], bool]) -> float:
     """The least float in (below, enough] with the property, which `enough` has; `below` is positive."""
-    # Positive floats are ordered as the integers that have the same bits.
+    # Positive floats are ordered as the integers that have the same bits (IEEE 754), so the bisection ends at the
+    # exact float after at most 64 steps, without a tolerance.
     return _float(least_integer(_bits(below), _bits(enough), lambda bits: is_enough(_float(bits))))
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a certificate says about all the cuts that were not taken. `certificate` has the reasons, and checks them."""
+"""The bound of a certificate on all cuts that were not taken; `proofs.certificate` explains and checks it."""
 
 from __future__ import annotations
 
@@ -22,4 +22,5 @@ def largest_micro_batches_below(problem: Problem, seconds: float, total: int) ->
         counts = [int(np.searchsorted(time.first, seconds, side="left")) for time in problem.times]
         return [[count] if count else [] for count in counts]
     tables = AccumulationTables(problem, most_steps(problem, total))
+    # Less than `seconds`, not at most: the float before it.
     return tables.largest_micro_batches(math.nextafter(seconds, 0.0))

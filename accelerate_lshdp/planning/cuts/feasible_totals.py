@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Which totals can be cut at all, and the nearest one for a total that cannot."""
+"""Totals that can be cut over the ranks in any time, and the nearest one to a total that cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checked_total(problem: Problem, total_batch_size: int) -> int:
     """`total_batch_size` as int, if the ranks can do it in any time.
 
     Raises:
-        PlanningError: they cannot; it names the limit and the nearest feasible total (of two, the smaller).
+        PlanningError: the ranks cannot; it names the limit and the nearest feasible total (of two, the smaller).
     """
     if not is_integer(total_batch_size):
         raise PlanningError(f"found total_batch_size {total_batch_size!r}, expected an integer number of samples")
@@ -32,19 +32,20 @@ def checked_total(problem: Problem, total_batch_size: int) -> int:
             f"found total_batch_size {total}, expected at most {most}, the sum of the ranks' largest micro-batches"
             f" {_shortened(problem.largest)}: the nearest feasible total is {most}"
         )
+    # Beside a group of one rank every total is feasible: that rank can take any number of micro-batches of one sample.
     if min(map(len, problem.groups)) > 1:
         _check_groups(problem, total)
     return total
 
 
 def most_steps(problem: Problem, total: int) -> list[int]:
-    """The most micro-batches that each group can have in a cut of `total`: all others have one sample a rank."""
+    """The largest number of micro-batches of each group in a cut of `total`: all other ranks have one sample."""
     ranks = len(problem.times)
     return [(total - (ranks - len(group))) // len(group) for group in problem.groups]
 
 
 def _check_groups(problem: Problem, total: int) -> None:
-    """A rank alone could take whatever is missing. Groups of several ranks cannot take every number of samples."""
+    """Checks that groups of several ranks, which cannot take every number of samples, can reach `total`."""
     # One more micro-batch of one sample a rank is always possible: the nearest total is not further away than that.
     margin = min(map(len, problem.groups))
     if _reach_in_any_time(problem, total):
@@ -59,6 +60,7 @@ def _check_groups(problem: Problem, total: int) -> None:
 
 
 def _reach_in_any_time(problem: Problem, total: int) -> bool:
+    """Whether the groups can take `total` samples with their largest micro-batches and any number of steps."""
     most = np.array(most_steps(problem, total))
     group = np.repeat(np.arange(len(most)), most)
     steps = np.arange(len(group)) - np.repeat(np.cumsum(most) - most, most) + 1
@@ -68,5 +70,5 @@ def _reach_in_any_time(problem: Problem, total: int) -> bool:
 
 
 def _shortened(values: list[int]) -> str:
-    """A list for a message."""
+    """A list as text for a message, shortened to 16 values."""
     return str(values) if len(values) <= 16 else f"[{', '.join(map(str, values[:16]))}, ...]"

@@ -1,10 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The global batch, and its cut, that makes the most samples a second.
+"""Maximum throughput: the global batch, and its cut over the ranks, with the most samples per second.
 
 Within T seconds of work the ranks can finish at most N(T) samples, the sum of what each can finish. N grows only at
 finish times of micro-batches, so the best N(T) / (T + communication) is at one of these, and all of them are tried. A
-shard group is like one rank: it has micro-batches whose sizes sum to s when its s-th fastest one is within T, and its
-slowest rank's single sample too.
+shard group acts as one rank: it can do micro-batches whose sizes sum to s when the s-th smallest finish time of its
+ranks' tables is within T, and so is its slowest rank's single sample.
 
 Where global batches have to be a multiple of some number, N(T) is rounded down to one: without accumulation the ranks
 can do every number of samples up to N(T), from one a rank on.
@@ -52,10 +52,11 @@ def plan_max_throughput(
 
     Args:
         profiles: one for each rank.
-        communication_seconds: what every step takes after the slowest rank has finished; 0 for what overlaps.
+        communication_seconds: seconds of every step after the slowest rank has finished; communication that overlaps
+            is not part of them.
         allow_accumulation: whether a rank may have more than one micro-batch.
-        bucket_seconds: of each bucket of gradients on the network, in the order in which they travel while the
-            backward goes on; None: nothing overlaps.
+        bucket_seconds: seconds of each bucket of gradients on the network, in the order in which they travel while
+            the backward goes on; None: nothing overlaps.
         shard_groups: ranks that need equal numbers of micro-batches; each rank in one group. None: each rank alone.
         max_accumulation_steps: the most micro-batches that a rank may have; needed with, and only with, accumulation.
         multiple_of: the total has to be a multiple of it, such as the number of ranks, by which a script's own batch
@@ -68,7 +69,7 @@ def plan_max_throughput(
     most_steps = _checked_most_steps(allow_accumulation, max_accumulation_steps)
     communication = _checked_communication(communication_seconds)
     throughput = _Throughput.of(problem, most_steps, communication, _checked_multiple(multiple_of, allow_accumulation))
-    micro_batches = _first_of_the_best(problem, throughput, most_steps)
+    micro_batches = _break_ties(problem, throughput, most_steps)
     seconds = step_seconds(problem, micro_batches)
     total = sum(size * steps for size, steps in micro_batches)
     certificate = {
@@ -81,6 +82,7 @@ def plan_max_throughput(
         "step_seconds": seconds + communication,
         "check_seconds": throughput.check_seconds(total / (seconds + communication)),
     }
+    # Left out otherwise: certificates of plans without it keep the form that earlier versions check.
     if multiple_of > 1:
         certificate["multiple_of"] = int(multiple_of)
     return batch_sizes_of(problem, micro_batches, seconds + communication, certificate)
@@ -125,9 +127,10 @@ def _checked_communication(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Throughput:
-    """N(T) as a table: within seconds[j], and up to seconds[j + 1], the ranks finish at most samples[j].
+    """N(T) as a step function: from seconds[j] until seconds[j + 1] the ranks finish at most samples[j].
 
-    Both grow; before seconds[0] some rank cannot finish anything, or all of them not enough for the smallest total.
+    Both arrays increase. Before seconds[0] some rank cannot finish a sample, or all ranks together not enough for the
+    smallest total.
     """
 
     seconds: np.ndarray
@@ -137,7 +140,8 @@ class _Throughput:
     @classmethod
     def of(cls, problem: Problem, most_steps: int, communication: float, multiple_of: int) -> _Throughput:
         group, seconds, samples = _finish_times(problem, most_steps)
-        # What a group can do at most when time goes on: a running maximum, group by group.
+        # What a group can do at most when time goes on: a running maximum, group by group. The offset makes every
+        # value of a group larger than all of the groups before it, so that one pass serves all groups.
         order = np.lexsort((seconds, group))
         group, seconds, samples = group[order], seconds[order], samples[order]
         offset = group * (samples.max() + 1)
@@ -147,6 +151,7 @@ class _Throughput:
         gained[starts] = best[starts]
         first = seconds[starts].max()
 
+        # Merge the groups: at each finish time N grows by what one group gained.
         order = np.argsort(seconds, kind="stable")
         seconds, samples = seconds[order], np.cumsum(gained[order])
         last_of_equal = np.append(np.diff(seconds) > 0, True)
@@ -162,7 +167,8 @@ class _Throughput:
         return cls(seconds[grown], whole[grown], communication)
 
     def best(self) -> list[tuple[float, int]]:
-        """(T, N(T)) of the most samples a second, all ties."""
+        """(T in seconds, N(T) in samples) of the highest throughput, with all ties."""
+        # Times a few units in the last place apart are one time: N is read off at the end of the tolerance.
         within = np.searchsorted(self.seconds, self.seconds * (1 + TIE), side="right") - 1
         samples = self.samples[within]
         rate = samples / (self.seconds + self.communication)
@@ -172,8 +178,14 @@ class _Throughput:
         return [(float(self.seconds[tie]), int(samples[tie])) for tie in ties[first]]
 
     def check_seconds(self, rate: float) -> list[float]:
-        """Times t_0 < t_1 < ... such that up to t_(j + 1) never more than rate * (t_j + communication) samples are
-        finished, t_0 the first at which all ranks finish some."""
+        """The times of a certificate (see `proofs.throughput`), in seconds.
+
+        Times t_0 < t_1 < ..., t_0 the first at which all ranks finish some samples, such that up to t_(j + 1) at most
+        rate * (t_j + communication) samples are finished.
+
+        Args:
+            rate: samples per second of the choice.
+        """
         times = [float(self.seconds[0])]
         while True:
             # Ties may lie above the chosen rate by their tolerance; the verification allows more than this.
@@ -185,7 +197,11 @@ class _Throughput:
 
 
 def _finish_times(problem: Problem, most_steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each group, number k of micro-batches and sum s of their sizes: the group, when it finishes, and k * s."""
+    """Flat arrays with one entry for each group, number k of micro-batches and sum s of their sizes over the ranks.
+
+    Returns:
+        The index of the group, the seconds at which it has finished, and its samples k * s.
+    """
     steps = np.arange(most_steps)[:, None]
     groups, seconds, samples = [], [], []
     for index, members in enumerate(problem.groups):
@@ -203,8 +219,8 @@ def _finish_times(problem: Problem, most_steps: int) -> tuple[np.ndarray, np.nda
     return np.concatenate(groups), np.concatenate(seconds), np.concatenate(samples)
 
 
-def _first_of_the_best(problem: Problem, throughput: _Throughput, most_steps: int) -> list[tuple[int, int]]:
-    """Of all choices with the most samples a second the one that the tie rules name."""
+def _break_ties(problem: Problem, throughput: _Throughput, most_steps: int) -> list[tuple[int, int]]:
+    """The choice that the tie rules take among those with the highest throughput."""
     tables = AccumulationTables(problem, [most_steps] * len(problem.groups))
 
     def order(micro_batches: list[tuple[int, int]]) -> tuple:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What the planners are asked: the ranks' step times and the options, checked once."""
+"""The planning problem of both planners: the ranks' step times and the options, checked once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accelerate_lshdp.planning.cuts.step_time import PlanningError, StepTimes, s
 from accelerate_lshdp.planning.proofs.digest import profiles_sha256
 
 
-# Two curves can reach the same time at different sizes and come out a few units in the last place apart. Such times
-# count as equal, so that rounding does not decide between cuts.
+# Relative tolerance. Two curves can reach the same time at different sizes and come out a few units in the last place
+# apart. Such times count as equal, so that rounding does not decide between cuts.
 TIE = 1e-13
 
 
@@ -50,7 +50,7 @@ class Problem:
         return [len(time.first) for time in self.times]
 
     def statement(self) -> dict[str, Any]:
-        """The problem as a certificate states it."""
+        """The part of a certificate that states the problem: JSON values."""
         return {
             "profiles_sha256": profiles_sha256(self.profiles),
             "allow_accumulation": self.allow_accumulation,
@@ -65,7 +65,7 @@ def pose_problem(
     bucket_seconds: Sequence[float] | None,
     shard_groups: Sequence[Sequence[int]] | None,
 ) -> Problem:
-    """Checks what both planners take.
+    """The problem of the arguments that both planners take, checked.
 
     Raises:
         PlanningError: there is no rank, no micro-batch fits a rank's memory, buckets and profiles do not match, or the
@@ -85,7 +85,7 @@ def pose_problem(
 
 
 def is_integer(value: object) -> bool:
-    """Whether it is a whole number; True and False are not."""
+    """Whether `value` is an integer, NumPy's included; True and False are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

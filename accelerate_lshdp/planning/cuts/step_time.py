@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""When a rank has finished a step: the formula that both planners minimise.
+"""The time at which a rank has finished a step: the formula that both planners minimise.
 
 A rank with k micro-batches of m samples, t = time(m), o = accumulation_overhead_seconds,
 l = communication_load_seconds, and C_j the seconds that the buckets j, j + 1, ... take on the network, one after the
@@ -25,7 +25,7 @@ from accelerate_lshdp.documents.curves import RankProfile
 
 
 class PlanningError(ValueError):
-    """What was asked of the planner cannot be done on these ranks."""
+    """A planning problem that is malformed or has no solution on these ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,18 @@ class StepTimes:
     load: float
 
     def finish(self, micro_batch_size: int, steps: int) -> float:
-        """finish(m, k)"""
+        """Seconds until the rank has finished `steps` micro-batches: finish(m, k) of the module's formula."""
         return float(self.first[micro_batch_size - 1] + (steps - 1) * self.more[micro_batch_size - 1])
 
     def compute(self, micro_batch_size: int, steps: int) -> float:
-        """compute(m, k)"""
+        """Seconds of forward and backward of `steps` micro-batches: compute(m, k) of the module's formula."""
         return float(steps * self.time[micro_batch_size - 1] + (steps - 1) * self.overhead + self.load)
 
 
 def step_times(profiles: Sequence[RankProfile], bucket_seconds: Sequence[float] | None) -> list[StepTimes]:
-    """The tables of all ranks, up to each rank's largest micro-batch. Ranks with the same profile object share one.
+    """The step times of all ranks, up to each rank's largest micro-batch.
+
+    Ranks with the same profile object share one table: clusters of hundreds of equal ranks are planned from one.
 
     Raises:
         PlanningError: there is no rank, no micro-batch fits a rank's memory, or buckets and profiles do not match.
@@ -75,13 +77,14 @@ def step_times(profiles: Sequence[RankProfile], bucket_seconds: Sequence[float] 
 
 
 def _remaining_seconds(bucket_seconds: Sequence[float] | None) -> list[float] | None:
-    """C_j of each bucket: from when its transfer starts to when the last one ends, if the network is never idle."""
+    """C_j of each bucket: seconds from the start of its transfer to the end of the last one on a busy network."""
     if bucket_seconds is None:
         return None
     seconds = list(bucket_seconds)
     for value in seconds:
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
             raise PlanningError(f"found {value!r} in bucket_seconds, expected finite seconds of at least 0")
+    # fsum rounds once, however many buckets there are: the verifier compares with exact sums.
     return [math.fsum(seconds[place:]) for place in range(len(seconds))]
 
 
@@ -89,6 +92,7 @@ def _rank_times(profile: RankProfile, remaining: Sequence[float] | None) -> Step
     largest = profile.largest_micro_batch
     time = profile.time.table(largest)
     load = profile.communication_load_seconds
+    # Without buckets nothing overlaps, and the last micro-batch ends with its backward.
     last = time + load
     if remaining is not None:
         ready = profile.bucket_ready or ()

@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Of all cuts of a total that finish in time, the one to take when ranks may accumulate.
+"""The tie rules among cuts of a total that finish in time, when ranks may accumulate.
 
 The smallest difference between the largest and the smallest batch; then the fewest micro-batches in total; then the
-lexicographically smallest batch sizes. That leaves one cut: of two numbers of micro-batches for the same batches of a
-group, one is fewer.
+lexicographically smallest batch sizes. Exactly one cut is left: batch sizes that are
+equal in two cuts leave a group's number of micro-batches, of which the second rule takes the smaller one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def most_even_cut(choices: Choices, groups: list[list[int]], total: int) -> list
     """(micro-batch size, accumulation steps) of each rank, in rank order.
 
     Args:
-        choices: what the groups can do in time; `total` must be among it.
+        choices: the micro-batches that the groups can finish in time; `total` must be one of their sums.
         groups: the ranks of each group, sorted, groups in the order of their first ranks.
         total: samples in the global batch.
     """
@@ -42,6 +42,8 @@ def _narrowest_windows(choices: Choices, ranks: int, total: int) -> tuple[int, l
     def fits(least: int, greatest: int) -> bool:
         return choices.sums(least, greatest).reach(total)
 
+    # The window that ends lowest has greatest end H0 = `greatest`; the one that begins highest begins at `most`.
+    # Between them two pointers move up only. The negated arguments search for a greatest number.
     largest = choices.largest_batch()
     greatest = least_integer(-(-total // ranks) - 1, largest, lambda value: fits(1, value))
     most = -least_integer(-(total // ranks) - 1, -1, lambda value: fits(-value, largest))
@@ -65,11 +67,13 @@ def _first_cut(choices: Choices, groups: list[list[int]], total: int, least: int
     micro-batches: by the rest of its group, by other groups that have begun (where groups are not runs of ranks), and
     by the groups after them, whose possibilities are known for all sums beforehand.
     """
+    # Dynamic programming over groups from the last to the first; then ranks are served from the first to the last with
+    # the tables that say whether the rest can still be completed in the fewest micro-batches.
     sums = choices.sums(least, greatest)
     slack = sums.slack(total)
     group_sizes = np.array([len(group) for group in groups])
     later = slack.cheapest(group_sizes[sums.group] * sums.factor)
-    room, left = slack.room, int(later[0][slack.room])
+    remaining, left = slack.remaining, int(later[0][slack.remaining])
     fewest = left
 
     begun: dict[int, _BegunGroup] = {}
@@ -84,13 +88,14 @@ def _first_cut(choices: Choices, groups: list[list[int]], total: int, least: int
         others = later[number_begun]
         for other, group in begun.items():
             if other != index:
-                others = combine(others, *group.ways_left(room))
+                others = combine(others, *group.possible_distances(remaining))
         group = begun[index]
-        sizes[rank] = group.serve_next(others, room, left)
+        sizes[rank] = group.serve_next(others, remaining, left)
         if group.is_complete:
-            room -= int(group.way(group.taken))
-            count = (left - int(others[room])) // len(groups[index])
-            left = int(others[room])
+            remaining -= int(group.distance(group.taken))
+            # The micro-batches that the group takes of those that are left, divided by its ranks.
+            count = (left - int(others[remaining])) // len(groups[index])
+            left = int(others[remaining])
             for member in groups[index]:
                 steps[member] = count
             del begun[index]
@@ -98,11 +103,10 @@ def _first_cut(choices: Choices, groups: list[list[int]], total: int, least: int
 
 
 class _BegunGroup:
-    """A shard group of which some ranks have been given their batches, and the numbers of micro-batches that it may
-    still have.
+    """A shard group of which some ranks have their batches, with the numbers of micro-batches that are still possible.
 
     Attributes:
-        taken: samples of the ranks that have been served.
+        taken: samples of the ranks that have their batches.
     """
 
     def __init__(self, choices: Choices, index: int, slack: Slack, least: int, greatest: int) -> None:
@@ -120,39 +124,41 @@ class _BegunGroup:
     def is_complete(self) -> bool:
         return self._served == self._ranks
 
-    def way(self, number: np.ndarray | int) -> np.ndarray | int:
-        """How far the group is from its end with `number` samples."""
-        return self._slack.way(self._index, number)
+    def distance(self, number: np.ndarray | int) -> np.ndarray | int:
+        """The distance of the group from its end (see `Slack`) with `number` samples."""
+        return self._slack.distance(self._index, number)
 
-    def ways_left(self, room: int) -> tuple[np.ndarray, np.ndarray]:
-        """How far the group can still be from its end when it is complete, and the micro-batches that this takes."""
-        ways, weights = [], []
+    def possible_distances(self, remaining: int) -> tuple[np.ndarray, np.ndarray]:
+        """The distances up to `remaining` that the complete group can have, and the micro-batches of each one."""
+        distances, weights = [], []
         for option in range(len(self._steps)):
-            way = self.way(self._numbers(option))
-            way = way[(way >= 0) & (way <= room)]
-            ways.append(way)
-            weights.append(np.full(len(way), self._ranks * self._steps[option]))
-        return np.concatenate(ways), np.concatenate(weights)
+            distance = self.distance(self._numbers(option))
+            distance = distance[(distance >= 0) & (distance <= remaining)]
+            distances.append(distance)
+            weights.append(np.full(len(distance), self._ranks * self._steps[option]))
+        return np.concatenate(distances), np.concatenate(weights)
 
-    def serve_next(self, others: np.ndarray, room: int, left: int) -> int:
-        """Gives the next rank its batch: the smallest with which `left` micro-batches can make up `room`.
+    def serve_next(self, others: np.ndarray, remaining: int, left: int) -> int:
+        """Gives the next rank its batch: the smallest with which `left` micro-batches can make up `remaining`.
 
         Args:
-            others: the fewest micro-batches by the way that all other groups go.
-            room: what the ways of all groups have to sum to.
-            left: the micro-batches of all groups.
+            others: the fewest micro-batches of all other groups, by the sum of their distances.
+            remaining: the sum of the distances of all groups.
+            left: the number of micro-batches of all groups.
         """
         rest = self._high[:, self._served + 1 :].sum(axis=1)
         batches = []
         for option, step in enumerate(self._steps.tolist()):
             numbers = self._numbers(option)
-            way = self.way(numbers)
-            inside = (way >= 0) & (way <= room)
-            fits = others[room - way[inside]] + self._ranks * step == left
+            distance = self.distance(numbers)
+            inside = (distance >= 0) & (distance <= remaining)
+            fits = others[remaining - distance[inside]] + self._ranks * step == left
             if fits.any():
-                # The smaller the group's number, the smaller can this rank's part of it be.
+                # Numbers ascend, and the ranks after this one take at most `rest`: the smallest number that fits gives
+                # the smallest batch of this rank.
                 smallest = (int(numbers[inside][fits][0]) - self.taken) // step - int(rest[option])
                 batches.append(step * max(int(self._low[option]), smallest))
+        # Other numbers of micro-batches that give the rank the same batch stay possible.
         batch = min(batches)
         size = batch // self._steps
         high = self._high[:, self._served]
@@ -162,7 +168,7 @@ class _BegunGroup:
         return batch
 
     def _numbers(self, option: int) -> np.ndarray:
-        """The samples that the group can have when it is complete, with this number of micro-batches."""
+        """The totals in samples that the complete group can have with the number of micro-batches of this option."""
         open_ranks = self._ranks - self._served
         low, high = open_ranks * self._low[option], self._high[option, self._served :].sum()
         return self.taken + self._steps[option] * np.arange(low, high + 1)

@@ -1,2 +1,2 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Batch sizes while a run trains: curves learned from its steps, and when new sizes pay."""
+"""Automatic batch sizes: curves learned from training steps, and the controller that changes the sizes."""

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A rank's time by micro-batch size, learned from the training steps themselves.
+"""`LearnedCurve`: a rank's seconds by micro-batch size, learned from its training steps.
 
 Every step adds one time, at the size that the rank trained with. A size's time is the median of its last steps, so a
 single slow step counts for nothing. Through the sizes seen goes a straight line, `offset + slope * size`, of which
@@ -25,8 +25,8 @@ import numpy as np
 from accelerate_lshdp.documents.curves import RankProfile
 
 
-#: Steps that make a judgement: two outliers among four do not reach their lower median.
-ENOUGH = 4
+#: Number of steps from which a size is judged: two outliers among four do not reach their lower median.
+STEPS_TO_JUDGE = 4
 # A change of speed is at least so large, and at least so many times the spread of single steps.
 _CHANGE = 0.15
 _CHANGE_SPREADS = 2.5
@@ -52,7 +52,7 @@ _Points = list[tuple[int, float, int]]
 
 
 class LearnedCurve:
-    """Seconds of forward and backward by micro-batch size, for one rank as it is now.
+    """The present seconds of forward and backward of one rank by micro-batch size.
 
     Args:
         profile: the rank's measured curve, whose shape is used; None: a straight line.
@@ -75,7 +75,7 @@ class LearnedCurve:
         self._level = 0.0
 
     def record(self, size: int, seconds: float) -> None:
-        """Takes in a step of `size` samples, at least 1; `seconds` are positive and finite."""
+        """Records a step of `size` samples (at least 1) that took `seconds` (positive and finite)."""
         if size != self._size:
             self._leave()
             self._size, self._present = size, self._others.pop(size, [])
@@ -84,18 +84,19 @@ class LearnedCurve:
         self._present = [*self._present, seconds][-_KEPT_STEPS:]
         self._unchanged += 1
 
-    def take_change(self) -> float | None:
-        """The factor by which the rank now takes longer (below 1: less long); None while its speed has not changed.
+    def detect_speed_change(self) -> float | None:
+        """The factor by which the rank's seconds have changed (above 1: slower); None while its speed has not changed.
 
-        To be asked after every step. A change is told once, when enough steps have shown it: what is known of other
-        sizes is multiplied by the factor.
+        Must be called after every step. A change is returned once, when enough steps have shown it; the seconds of
+        other sizes are multiplied by the factor then.
         """
-        before, recent = self._present[:-ENOUGH], sorted(self._present[-ENOUGH:])
-        if len(before) <= ENOUGH:
+        before, recent = self._present[:-STEPS_TO_JUDGE], sorted(self._present[-STEPS_TO_JUDGE:])
+        if len(before) <= STEPS_TO_JUDGE:
             # Asked twice, as the change may have come with the first steps at this size.
-            return self._change_between_sizes() if self._unchanged in (ENOUGH, 2 * ENOUGH) else None
-        if self._unchanged < ENOUGH:
+            return self._change_between_sizes() if self._unchanged in (STEPS_TO_JUDGE, 2 * STEPS_TO_JUDGE) else None
+        if self._unchanged < STEPS_TO_JUDGE:
             return None
+        # median_low: an element of the list, never a mean of two, so all machines get the same bits.
         expected = median_low(before)
         limit = 1 + max(_CHANGE, _CHANGE_SPREADS * _spread(before))
         # Outliers are steps that took too long. Among few steps they may be most, so a rank has become faster only if
@@ -105,16 +106,17 @@ class LearnedCurve:
         if not slower and not faster:
             return None
         factor = median_low(recent) / expected
-        self._present = [seconds * factor for seconds in before] + self._present[-ENOUGH:]
+        # Scaled, not dropped: the spread of the earlier steps still says how noisy this rank is.
+        self._present = [seconds * factor for seconds in before] + self._present[-STEPS_TO_JUDGE:]
         self._rescale(factor)
         self._unchanged, self._level = 0, 0.0
         return factor
 
     def _change_between_sizes(self) -> float | None:
-        """The same for a rank that has just come to its size: a time that is not plausible beside the last size's."""
+        """As `detect_speed_change`, for a rank whose time at a new size does not fit that of the last size."""
         if not self._others:
             return None
-        seconds, (size, steps) = median_low(self._present[-ENOUGH:]), list(self._others.items())[-1]
+        seconds, (size, steps) = median_low(self._present[-STEPS_TO_JUDGE:]), list(self._others.items())[-1]
         low, high = sorted((1.0, self._size / size))
         ratio = seconds / median_low(steps)
         if low <= ratio * _PLAUSIBLE and ratio <= high * _PLAUSIBLE:
@@ -123,13 +125,13 @@ class LearnedCurve:
         factor = seconds / float(expected[0])
         self._rescale(factor)
         # That the speed changed, and not the shape, is a guess here: each size counts as a single step from now on.
-        self._present = self._present[-ENOUGH:]
+        self._present = self._present[-STEPS_TO_JUDGE:]
         self._unchanged, self._level = 0, 0.0
         self._others = {size: [median_low(steps)] for size, steps in self._others.items()}
         return factor
 
     def follow_drift(self) -> None:
-        """Lets the other sizes follow where the times at the present size have moved slowly. To be asked at looks."""
+        """Rescales the other sizes if the times at the present size have drifted; called at each check."""
         if len(self._present) < _DRIFT_STEPS:
             return
         recent = median_low(self._present[-_DRIFT_STEPS:])
@@ -141,29 +143,32 @@ class LearnedCurve:
 
     @property
     def known(self) -> bool:
-        """Whether enough steps were seen to judge by."""
-        return len(self._present) >= ENOUGH or bool(self._others)
+        """Whether enough steps were recorded to judge the rank."""
+        return len(self._present) >= STEPS_TO_JUDGE or bool(self._others)
 
     @property
     def seconds(self) -> float:
-        """What a step takes at the present size: the median of the steps seen."""
+        """Seconds of a step at the present size: the median of the recorded steps."""
         return median_low(self._present)
 
     @property
     def uncertainty(self) -> float:
-        """By which fraction `seconds` may be off: the standard error of the median."""
+        """The relative standard error of `seconds`."""
+        # A median of normal noise varies 1.25 times as much as a mean.
         return 1.25 * _spread(self._present) / math.sqrt(len(self._present))
 
     def table(self, largest: int) -> np.ndarray:
         """Estimated seconds of every size from 1 to `largest`: float64, shape [largest], positive."""
+        # A size with too few steps is left out, unless there is no other.
         seen = dict(self._others)
-        if len(self._present) >= ENOUGH or not seen:
+        if len(self._present) >= STEPS_TO_JUDGE or not seen:
             seen[self._size] = self._present
         return self._estimate(_points(seen), np.arange(1, largest + 1, dtype=np.float64))
 
     def _leave(self) -> None:
-        if len(self._present) >= ENOUGH:
+        if len(self._present) >= STEPS_TO_JUDGE:
             self._others[self._size] = self._present
+        # Insertion order: the size that was left longest ago goes first.
         if len(self._others) > _KEPT_SIZES:
             del self._others[next(iter(self._others))]
 
@@ -185,7 +190,7 @@ class LearnedCurve:
         return (offset + slope * self._bases(sizes)) * (1 + pull / weight)
 
     def _bases(self, sizes: np.ndarray) -> np.ndarray:
-        """What time is a line in: the sizes, or the profile's times, continued in proportion beyond its end."""
+        """The variable in which time is a line: the sizes, or the profile's seconds (proportional beyond its end)."""
         if self._profiled is None:
             return sizes
         end = len(self._profiled)
@@ -203,7 +208,7 @@ class LearnedCurve:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken.
+        """Restores the state that `state_dict` returned.
 
         Raises:
             ValueError: it is not what `state_dict` gives.
@@ -220,6 +225,7 @@ class LearnedCurve:
         times = [state["present"], *(steps for _, steps in others), [level] if level else []]
         if not all(isinstance(steps, list) and all(map(_is_time, steps)) for steps in times):
             raise ValueError(f"found times {times!r:.200}, expected lists of positive and finite seconds")
+        # Everything was checked above, so a malformed state changes nothing.
         self.largest, self._size, self._unchanged = counts[:3]
         self._present = list(state["present"])
         self._others = {size: list(steps) for size, steps in others}
@@ -231,7 +237,7 @@ def _is_time(value: object) -> bool:
 
 
 def _spread(values: list[float]) -> float:
-    """The relative spread of single values: the median absolute deviation, as a standard deviation of normal noise."""
+    """The relative standard deviation of single values, from the median absolute deviation (1.4826 times it)."""
     middle = median_low(values)
     return 1.4826 * median_low([abs(value - middle) for value in values]) / middle
 
@@ -242,12 +248,12 @@ def _points(seen: Mapping[int, list[float]]) -> _Points:
 
 
 def _precision(seconds: float, steps: int) -> float:
-    """One over the variance of a median of so many steps (pi / 2 times that of their mean)."""
+    """The inverse variance of the median of `steps` times (pi / 2 times the variance of their mean)."""
     return 1 / (seconds * seconds * (_STEP_SPREAD * _STEP_SPREAD * 1.57 / steps + _MEDIAN_SPREAD * _MEDIAN_SPREAD))
 
 
 def _factor(points: _Points, bases: list[float]) -> float:
-    """The factor that brings the bases closest to the times: weighted least squares."""
+    """The factor that fits the bases to the times by weighted least squares."""
     square_sum = across = 0.0
     for base, (_, seconds, steps) in zip(bases, points, strict=True):
         precision = _precision(seconds, steps)

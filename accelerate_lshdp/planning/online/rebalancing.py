@@ -1,16 +1,16 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The controller of the automatic mode: cuts the global batch by what the training steps themselves show.
+"""`Rebalancer`: the controller of automatic batch sizes, which re-cuts the global batch from measured training steps.
 
-After every optimizer step it is told how long each rank took. From that it learns each rank's time by batch size
-(`LearnedCurve`) and lets the exact solver cut the global batch for those curves. It takes new sizes if they promise
-enough, sees what they bring, and cuts again:
+After every optimizer step it gets the seconds of each rank, learns each rank's time by batch size (`LearnedCurve`),
+and lets the exact solver cut the global batch for these curves. It takes new sizes if their predicted gain is large
+enough:
 
 1. The first steps are left out: they allocate memory and choose kernels.
-2. At first, and after a change of speed, it looks every 4 steps, for a few times: each cut shows the ranks at new
-   sizes, and so what part of their time does not depend on the size. Mostly two or three cuts suffice.
-3. Then it looks every `rebalance_every` steps. Now a cut must also promise more than noise alone could: sizes settle,
-   they do not wander.
-4. A rank whose last 4 steps are all off by more than 15 % has changed its speed: that is acted upon at once.
+2. At first, and after a change of speed, it checks the sizes every 4 steps, a few times: each cut shows the ranks at
+   new sizes, and so the part of their time that does not depend on the size. Mostly two or three cuts suffice.
+3. Then it checks every `rebalance_every` steps. Now the predicted gain of a cut must also exceed the noise, so that
+   sizes settle.
+4. A rank whose last 4 steps all differ by more than 15 % has changed its speed: the sizes are cut again at once.
 
 Every rank runs its own controller on the same numbers. There is no clock, randomness or communication in it, and only
 arithmetic that is the same on all machines, so all ranks come to the same decision at the same step. Loaders prefetch:
@@ -29,12 +29,12 @@ from typing import Any
 
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cuts.batch_sizes import BatchSizes, plan_fixed_total
-from accelerate_lshdp.planning.online.learned_curves import ENOUGH, LearnedCurve
+from accelerate_lshdp.planning.online.learned_curves import STEPS_TO_JUDGE, LearnedCurve
 
 
-# Steps at the start that are not looked at.
+# Steps at the start of a run that are not recorded.
 _WARM_UP_STEPS = 2
-# Looks in quick succession at the start and after a change.
+# Number of checks in quick succession at the start and after a change.
 _QUICK_LOOKS = 5
 # A rank gets at most so many times the largest batch that it has trained with: further out the line is a guess, and a
 # rank that says it knows no limit gets the chance to meet one before it is far exceeded.
@@ -49,15 +49,15 @@ _RECOVERED = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of the batch sizes.
+    """One change of the batch sizes.
 
     Attributes:
         step: number of the step after which it was made, counted from 0 at the first step observed.
         old: micro-batch sizes that this step was trained with, one a rank.
         new: micro-batch sizes from now on.
-        measured_seconds: what each rank takes under `old`: forward, backward and the seconds independent of the batch.
+        measured_seconds: seconds of each rank under `old`: forward, backward and the seconds independent of the batch.
         predicted_seconds: the same under `new`, as estimated.
-        reason: why it was made: "start", "re-balance", "rank 2 became 1.9x slower", "rank 2 recovered", ...
+        reason: the reason for the change: "start", "re-balance", "rank 2 became 1.9x slower", "rank 2 recovered", ...
     """
 
     step: int
@@ -105,14 +105,14 @@ class Decision:
 
 
 class Rebalancer:
-    """Decides the micro-batch size of every rank, step by step; their sum never changes.
+    """Chooses the micro-batch size of every rank after each step; the sum of the sizes never changes.
 
     Args:
-        batch_sizes: micro-batch sizes at the start, one a rank, each at least 1.
-        rebalance_every: steps between looks once the sizes have settled.
-        dead_band: the part of the step time that new sizes must promise to save.
-        profiles: measured curves, one a rank, if the run has them. Their shapes and maxima are used; their level is
-            that of the training steps.
+        batch_sizes: micro-batch sizes in samples at the start, one a rank, each at least 1.
+        rebalance_every: steps between checks of the sizes once they have settled.
+        dead_band: the part of the step time (0 to 1) that new sizes must save by prediction.
+        profiles: measured curves, one a rank, if the run has them. Their shapes and maxima are used; the level of the
+            seconds comes from the training steps.
 
     Attributes:
         decisions: all decisions so far.
@@ -163,23 +163,24 @@ class Rebalancer:
         fixed_seconds: Sequence[float],
         limits: Sequence[int | None],
     ) -> Decision | None:
-        """Takes in an optimizer step, and decides. To be called after every step, on all ranks with the same values.
+        """Records an optimizer step and returns a change of the sizes, if there is one.
 
-        Steps with less than the total, as an epoch's last one, teach nothing.
+        Must be called after every step, on all ranks with the same values. Steps with fewer samples than the total, as
+        the last one of an epoch, are not recorded.
 
         Args:
             batch_sizes: micro-batch sizes that the step was trained with, one a rank.
             compute_seconds: seconds of forward and backward, one a rank.
             fixed_seconds: seconds that do not depend on the batch (the optimizer step), one a rank; may be 0.
-            limits: the largest micro-batch that each rank believes to fit its memory; None: it knows no limit. A rank
-                beyond its limit is taken back to it, whatever that costs in time. Where the limits together leave no
-                room for the total, ranks may keep what they have.
+            limits: the largest micro-batch that each rank believes to fit its memory, in samples; None: it knows no
+                limit. A rank beyond its limit gets a smaller batch, whatever that costs in time. Where the limits sum
+                to less than the total, ranks may keep their sizes.
 
         Returns:
-            The decision, if there is one.
+            The decision; None: the sizes stay.
 
         Raises:
-            ValueError: a value is not as described; the message names the rank. Nothing is taken in then.
+            ValueError: a value is not as described; the message names the rank. The step is not recorded then.
         """
         sizes = self._checked_step(batch_sizes, compute_seconds, fixed_seconds, limits)
         self._steps += 1
@@ -189,10 +190,10 @@ class Rebalancer:
         for rank, curve in enumerate(self._curves):
             curve.record(sizes[rank], float(compute_seconds[rank]))
             self._fixed[rank] = [*self._fixed[rank], float(fixed_seconds[rank])][-_FIXED_STEPS:]
-            factor = curve.take_change()
+            factor = curve.detect_speed_change()
             if factor is not None:
                 changes.append(self._describe_change(rank, factor))
-        # Steps under older sizes do not bring the next look closer.
+        # Steps under older sizes, which loaders had fetched ahead, do not bring the next check closer.
         self._since_look += sizes == self._sizes
         if changes:
             self._quick_looks = _QUICK_LOOKS
@@ -205,7 +206,7 @@ class Rebalancer:
             return self._decide(reason, sizes, caps, None)
         if changes:
             return self._decide(", ".join(changes), sizes, caps, self._dead_band)
-        if self._since_look >= (ENOUGH if self._quick_looks else max(ENOUGH, self._every)):
+        if self._since_look >= (STEPS_TO_JUDGE if self._quick_looks else max(STEPS_TO_JUDGE, self._every)):
             return self._look(sizes, caps)
         return None
 
@@ -221,10 +222,11 @@ class Rebalancer:
         return self._decide(reason, sizes, caps, self._dead_band + noise)
 
     def _decide(self, reason: str, trained: list[int], caps: list[int], gain: float | None) -> Decision | None:
-        """The best cut, if it saves more than the part `gain` of the time of the present one (None: in any case)."""
+        """Changes the sizes to the best cut if it saves the part `gain` of the present step (None: always)."""
         fixed = [median_low(seconds) for seconds in self._fixed]
         profiles = []
         for curve, seconds, size, cap in zip(self._curves, fixed, self._sizes, caps, strict=True):
+            # Up to the present size as well, which may be above a new cap: its time is what a cut is compared with.
             table = curve.table(max(size, cap)) + seconds
             profiles.append(RankProfile(TimeCurve(range(1, len(table) + 1), table.tolist()), cap))
         best: BatchSizes = plan_fixed_total(profiles, self._total)
@@ -248,7 +250,7 @@ class Rebalancer:
         return decision
 
     def _caps(self, limits: Sequence[int | None]) -> list[int]:
-        """The largest size of each rank: its limit, and no more than it can grow to at once."""
+        """The largest size of each rank in samples: its memory limit, and the growth that one decision may make."""
         most = self._total - len(self._sizes) + 1
         fitting = [most if limit is None else min(limit, most) for limit in limits]
         reachable = []
@@ -257,6 +259,7 @@ class Rebalancer:
             if profile is not None:
                 growth = max(profile.max_micro_batch_size, curve.largest)
             reachable.append(min(cap, growth))
+        # Limits are given up in this order where they leave no room for the total: growth first, memory last.
         if sum(reachable) >= self._total:
             return reachable
         if sum(fitting) >= self._total:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Checks that batch sizes are optimal without trusting, or sharing code with, the planner that made them.
+"""Verification of a certificate: checks that batch sizes are optimal, sharing no code with the planner.
 
 A certificate states the problem (kind, total, options, a fingerprint of the profiles), the chosen micro-batches, their
 step time T, and a bound on everything that was not chosen. That the choice keeps the limits and takes T is checked by
@@ -48,6 +48,7 @@ def verify_certificate(profiles: Sequence[RankProfile], certificate: Mapping[str
     Raises:
         CertificateError: it is malformed, is about other profiles, breaks a limit, or its bound does not hold.
     """
+    # Cheap tests first: a certificate of other profiles would fail below with a message about a single rank.
     claim = read_claim(certificate, len(profiles))
     found = profiles_sha256(profiles)
     if claim.profiles_sha256 != found:
@@ -67,6 +68,7 @@ def verify_certificate(profiles: Sequence[RankProfile], certificate: Mapping[str
 
 
 def _exact_ranks(profiles: Sequence[RankProfile], claim: Claim) -> list[ExactRank]:
+    """The exact step times of all ranks; ranks with the same profile object share one."""
     known: dict[int, ExactRank] = {}
     for rank, profile in enumerate(profiles):
         if id(profile) not in known:
@@ -78,7 +80,7 @@ def _exact_ranks(profiles: Sequence[RankProfile], claim: Claim) -> list[ExactRan
 
 
 def _check_choice(ranks: Sequence[ExactRank], claim: Claim) -> Fraction:
-    """Checks the micro-batches against all limits; returns when the slowest rank has finished them."""
+    """Checks the micro-batches against all limits; returns the exact seconds of the slowest rank."""
     for rank, (exact, (size, steps)) in enumerate(zip(ranks, claim.micro_batches, strict=True)):
         if not 1 <= size <= exact.largest:
             raise CertificateError(
@@ -103,6 +105,7 @@ def _check_choice(ranks: Sequence[ExactRank], claim: Claim) -> Fraction:
 
 
 def _check_step(seconds: Fraction, claim: Claim) -> None:
+    """Checks that the choice takes the claimed step time."""
     if abs(seconds - Fraction(claim.step_seconds)) > _ROUNDING * seconds:
         raise CertificateError(
             f"the slowest rank takes {float(seconds)} s, expected the claimed step_seconds {claim.step_seconds}"
@@ -111,6 +114,7 @@ def _check_step(seconds: Fraction, claim: Claim) -> None:
 
 def _check_lists(ranks: Sequence[ExactRank], claim: Claim, below: list[list[int]]) -> None:
     """Checks that no rank finishes larger or more micro-batches than its list says in less than the step time."""
+    # Below the claimed time by the planner's rounding: cuts that are equal to the choice but for that are no better.
     bound = Fraction(claim.step_seconds) * (1 - _ROUNDING)
     for group in claim.groups:
         limits = {rank: ranks[rank].units_before(bound) for rank in group}
@@ -126,12 +130,14 @@ def _check_lists(ranks: Sequence[ExactRank], claim: Claim, below: list[list[int]
                         f"rank {rank} claims {steps} x {size} samples in less than step_seconds, expected"
                         f" micro-batches of 1 to its maximum {ranks[rank].largest}"
                     )
+                # Finish times never fall with the size, so one sample more stands for all larger micro-batches.
                 if size < ranks[rank].largest and ranks[rank].finish(size + 1, steps) < limits[rank]:
                     raise CertificateError(
                         f"rank {rank} finishes {steps} x {size + 1} samples in less than step_seconds, expected no"
                         f" more than {steps} x {size}: the bound does not hold"
                     )
-        # More micro-batches than this leave less than one sample for each other rank.
+        # More micro-batches than this leave less than one sample for each other rank. Finish times never fall with the
+        # number either, so the first number beyond the lists stands for all larger ones.
         most = (claim.total - len(ranks) + len(group)) // len(group) if claim.allow_accumulation else 1
         steps = lengths.pop() + 1
         if steps <= most and all(ranks[rank].finish(1, steps) < limits[rank] for rank in group):
@@ -142,17 +148,17 @@ def _check_lists(ranks: Sequence[ExactRank], claim: Claim, below: list[list[int]
 
 
 def _check_bound(claim: Claim, below: list[list[int]]) -> None:
-    """Checks that the total is no sum of what the groups can do in less than the step time."""
+    """Checks that the groups cannot finish exactly the total in less than the step time."""
     choices = []  # of each group: number of micro-batches, least and greatest sum of their sizes
     for group in claim.groups:
         sums = map(sum, zip(*(below[rank] for rank in group), strict=True))
         choices.append([(steps, len(group), greatest) for steps, greatest in enumerate(sums, 1)])
     if not all(choices):
-        return
+        return  # some group can finish nothing in less than the step time
     greatest = [max(steps * most for steps, _, most in own) for own in choices]
     spare = sum(greatest) - claim.total
     if spare < 0:
-        return
+        return  # the groups' greatest numbers do not add up to the total
     # Bit d of an integer says whether the groups so far can do d samples less than their greatest numbers.
     reached, mask = 1, (1 << (spare + 1)) - 1
     for own, top in zip(choices, greatest, strict=True):

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Reads a certificate: whatever is in it, a value of the right kind or an error comes out."""
+"""Strict reading of a certificate's fields: a value of the right kind, or a `CertificateError`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CertificateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What certificates of both kinds say.
+    """The fields that certificates of both kinds have.
 
     Args:
         kind: "fixed_total" or "max_throughput".
@@ -66,7 +66,7 @@ class Claim:
 
 
 def read_claim(certificate: Mapping[str, Any], ranks: int) -> Claim:
-    """What the certificate says about a problem of so many ranks.
+    """The common fields of a certificate for `ranks` ranks.
 
     Raises:
         CertificateError: keys are missing or unknown, or a value is not of its kind.
@@ -107,7 +107,7 @@ def read_claim(certificate: Mapping[str, Any], ranks: int) -> Claim:
 
 
 def read_lists(certificate: Mapping[str, Any], key: str, ranks: int) -> list[list[int]]:
-    """A list of integers for each rank. Raises CertificateError."""
+    """A field that is a list of integers for each rank. Raises CertificateError."""
     lists = certificate[key]
     known = isinstance(lists, list) and len(lists) == ranks and all(map(is_integers, lists))
     _require(known, key, lists, f"a list of {ranks} lists of integers, one a rank")
@@ -115,14 +115,14 @@ def read_lists(certificate: Mapping[str, Any], key: str, ranks: int) -> list[lis
 
 
 def read_seconds(certificate: Mapping[str, Any], key: str) -> float:
-    """A number of at least 0. Raises CertificateError."""
+    """A field that is a finite number of at least 0. Raises CertificateError."""
     value = certificate[key]
     _require(is_seconds(value), key, value, "a finite number of at least 0")
     return float(value)
 
 
 def read_times(certificate: Mapping[str, Any], key: str) -> list[float]:
-    """Positive, increasing numbers, at least one. Raises CertificateError."""
+    """A field that is a list of positive, increasing numbers, at least one. Raises CertificateError."""
     values = certificate[key]
     known = isinstance(values, list) and values and all(is_seconds(value) and value > 0 for value in values)
     known = known and all(before < after for before, after in zip(values, values[1:], strict=False))
@@ -131,7 +131,7 @@ def read_times(certificate: Mapping[str, Any], key: str) -> list[float]:
 
 
 def read_most_steps(certificate: Mapping[str, Any], key: str, allow_accumulation: bool) -> int:
-    """The most micro-batches that a rank may have. Raises CertificateError."""
+    """The largest number of micro-batches that a rank may have. Raises CertificateError."""
     value = certificate[key]
     if not allow_accumulation:
         _require(value is None, key, value, "null, as accumulation was not allowed")
@@ -141,7 +141,7 @@ def read_most_steps(certificate: Mapping[str, Any], key: str, allow_accumulation
 
 
 def read_multiple(certificate: Mapping[str, Any], allow_accumulation: bool) -> int:
-    """What the total had to be a multiple of; 1: it was free. Raises CertificateError."""
+    """The number that the total had to be a multiple of; 1: any total was allowed. Raises CertificateError."""
     if "multiple_of" not in certificate:
         return 1
     value = certificate["multiple_of"]
@@ -151,17 +151,17 @@ def read_multiple(certificate: Mapping[str, Any], allow_accumulation: bool) -> i
 
 
 def is_integer(value: object) -> bool:
-    """An integer of 64 bits that is not a bool."""
+    """Whether `value` is an integer of 64 bits and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
 def is_integers(value: object) -> bool:
-    """A list of integers."""
+    """Whether `value` is a list of integers of 64 bits."""
     return isinstance(value, list) and all(map(is_integer, value))
 
 
 def is_seconds(value: object) -> bool:
-    """A finite number of at least 0."""
+    """Whether `value` is a finite number of seconds of at least 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= _LONGEST_SECONDS
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A fingerprint of the ranks' profiles, so that a certificate says which curves and limits it is about."""
+"""The fingerprint of the ranks' profiles, by which a certificate names the curves and limits that it is about."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate_lshdp.documents.curves import RankProfile
 
 def profiles_sha256(profiles: Sequence[RankProfile]) -> str:
     """SHA-256, in hex, of the profiles as JSON with sorted keys and no blanks: every field of every rank, in order."""
-    # Loads came later than the others: without one, plans of earlier versions keep their fingerprint.
+    # The load is a newer field, left out where it is 0: plans of earlier versions keep their fingerprint.
     document = [
         {
             "time": [profile.time.batch_sizes, profile.time.seconds],

@@ -17,11 +17,11 @@ from accelerate_lshdp.documents.curves import RankProfile
 
 
 class ExactRank:
-    """One rank. Times are integers, in units of 1 / `units_per_second` seconds.
+    """The step times of one rank as integers, in units of 1 / `units_per_second` seconds.
 
     Args:
-        profile: its curves and limits.
-        bucket_seconds: of each bucket on the network, None without overlap.
+        profile: the rank's curves and limits.
+        bucket_seconds: seconds of each bucket on the network; None: nothing overlaps.
 
     Raises:
         ValueError: buckets and profile do not match, or no micro-batch fits the memory.
@@ -38,6 +38,8 @@ class ExactRank:
         scalars += bucket_seconds or ()
         numbers = scalars + [value for curve in curves for value in curve.seconds]
         gaps = [after - before for curve in curves for before, after in pairwise(curve.batch_sizes)]
+        # Floats are fractions whose denominators are powers of two; interpolation divides by the gaps between sizes.
+        # With both in the unit, every value is an integer. Python's integers have any length.
         self.units_per_second = math.lcm(*(value.as_integer_ratio()[1] for value in numbers)) * math.lcm(*gaps)
         self._fixed, self._overhead, self._load, *bucket_units = map(self._units, scalars)
         self._time, *self._ready = (
@@ -48,7 +50,7 @@ class ExactRank:
         self.largest = _largest_micro_batch(profile)
 
     def finish(self, size: int, steps: int) -> int:
-        """When the rank has finished `steps` micro-batches of `size` samples."""
+        """The time, in units, at which the rank has finished `steps` micro-batches of `size` samples."""
         if size not in self._known:
             time = self._time(size)
             ends = (ready(size) + remaining for ready, remaining in zip(self._ready, self._remaining, strict=True))
@@ -57,12 +59,14 @@ class ExactRank:
         return first + (steps - 1) * more
 
     def units_before(self, seconds: Fraction) -> int:
-        """The least number of units that is not below `seconds`: a time is below `seconds` if it is below this."""
+        """`seconds` in units, rounded up: a time in units is below `seconds` exactly if it is below this number."""
         return -(-seconds.numerator * self.units_per_second // seconds.denominator)
 
     def largest_below(self, units: int, steps: int, least: int, most: int) -> int:
-        """The largest micro-batch of which `steps` take less than `units`, from `least`, which is known to do so or is
-        0, to `most`."""
+        """The largest micro-batch, from `least` to `most` samples, of which `steps` take less than `units`.
+
+        `least` is a size that is known to do so, or 0.
+        """
         if least == most or self.finish(least + 1, steps) >= units:
             return least
         below, beyond = least + 1, most + 1
@@ -98,6 +102,11 @@ class _ExactCurve:
 
 
 def _largest_micro_batch(profile: RankProfile) -> int:
+    """The largest micro-batch, in samples, within the rank's limits; in integers, as the step times.
+
+    Raises:
+        ValueError: no sample fits the memory.
+    """
     if profile.memory_limit_bytes is None:
         return profile.max_micro_batch_size
     sizes = profile.memory.batch_sizes

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Checks that a plan file is what its certificate proves to be the best. Needs no torch."""
+"""Verification of a plan: its batch sizes are those that its certificate proves optimal for its profile. No torch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def verify_plan(plan: Plan) -> None:
 
 
 def _check_cluster(plan: Plan, profile: Profile) -> None:
-    """Checks what plan and certificate take from a whole profile beyond the ranks: nodes, strategy and network."""
+    """Checks that nodes, strategy and network of plan and certificate are those of the profile."""
     if plan.cluster is not None and plan.cluster.node_sizes != profile.cluster.node_sizes:
         raise CertificateError(
             f"found nodes of {list(plan.cluster.node_sizes)} ranks, expected {list(profile.cluster.node_sizes)}, those"
@@ -67,6 +67,7 @@ def _check_cluster(plan: Plan, profile: Profile) -> None:
             " changed after it was made"
         )
     if plan.certificate["allow_accumulation"]:
+        # A certificate writes groups of single ranks as null.
         groups = plan.certificate["shard_groups"] or [[rank] for rank in range(plan.world_size)]
         expected_groups = profile.shard_groups()
         if sorted(map(sorted, groups)) != expected_groups:
@@ -91,8 +92,8 @@ def _check_cluster(plan: Plan, profile: Profile) -> None:
 
 
 def _check_predicted(plan: Plan, ranks: Sequence[RankProfile], profile: Profile | None) -> None:
-    """Checks every figure that the plan predicts."""
-    # The planner's own figures, then those with what the network takes.
+    """Checks every figure in the plan's section `predicted` against the profile."""
+    # Either set is right: the planner's own step, or that step plus the seconds of communication after it.
     following = [_predictions(plan, ranks, 0.0)]
     if profile is not None:
         # The step of a maximum throughput has all of it already, and so has one whose gradients overlap.
@@ -104,12 +105,12 @@ def _check_predicted(plan: Plan, ranks: Sequence[RankProfile], profile: Profile 
 
 
 def _predictions(plan: Plan, ranks: Sequence[RankProfile], communication_seconds: float) -> dict[str, Any]:
-    """What a plan with a valid certificate may predict.
+    """The figures that follow from the profile for the plan's batch sizes.
 
     Args:
-        plan: the plan.
-        ranks: its profiles.
-        communication_seconds: what is to be added to the step of the certificate.
+        plan: a plan with a valid certificate.
+        ranks: the profiles of its ranks.
+        communication_seconds: seconds to add to the step of the certificate.
     """
     compute, memory = [], []
     for rank, (size, steps) in zip(ranks, plan.micro_batches, strict=True):
@@ -125,7 +126,7 @@ def _predictions(plan: Plan, ranks: Sequence[RankProfile], communication_seconds
 
 
 def _first_difference(predicted: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """What is wrong in the section `predicted`, None if nothing is. It need not have all that is expected."""
+    """A message about the first wrong figure of `predicted`; None if all are right. Figures may be missing."""
     for name, value in predicted.items():
         if name not in expected:
             return f"found predicted {name}, expected nothing but {', '.join(expected)}"
@@ -135,11 +136,12 @@ def _first_difference(predicted: Mapping[str, Any], expected: Mapping[str, Any])
 
 
 def _agree(found: Any, expected: Any) -> bool:
-    """Whether they are the same but for the rounding of seconds."""
+    """Whether two JSON values are equal, floats up to rounding (relative 1e-9)."""
     if isinstance(expected, list):
         same_length = isinstance(found, list) and len(found) == len(expected)
         return same_length and all(_agree(one, other) for one, other in zip(found, expected, strict=True))
     if isinstance(expected, float):
         is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
         return is_number and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
+    # The types too: True must not pass for 1.
     return type(found) is type(expected) and found == expected

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Checks that no batch sizes make more samples a second than a certificate's choice.
+"""Verification of maximum throughput: no batch sizes train more samples per second than a certificate's choice.
 
 Let N(T) be the most samples that the ranks can finish within T seconds, c the seconds of communication, and R the
 samples a second of the choice. The claim is N(T) <= R * (T + c) for all T. N never falls, so times a < b with
@@ -40,8 +40,8 @@ def check_throughput(
         ranks: their exact step times.
         claim: the problem and the choice, which keeps all limits that are in it.
         seconds: when the slowest rank has finished the choice.
-        certificate: the rest of what it says.
-        rounding: relative error that times and samples a second may have.
+        certificate: JSON values, of which the fields of this kind are read here.
+        rounding: relative error that seconds and samples per second may have.
 
     Raises:
         CertificateError: a value is malformed or wrong.
@@ -86,10 +86,10 @@ def check_throughput(
 
 
 class _SamplesBefore:
-    """N just before a time: the most samples that the ranks finish, None if some rank cannot finish any, or all of
-    them not enough for the smallest total.
+    """N just before a time: the largest number of samples that the ranks finish.
 
-    To be called with times that grow: what was finished before one is finished before the next.
+    None if some rank cannot finish a sample, or all of them not enough for the smallest total. Must be called with
+    increasing times: sizes that were finished before one time are the lower bounds for the next.
     """
 
     def __init__(

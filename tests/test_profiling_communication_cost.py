@@ -10,7 +10,7 @@ import torch
 
 from accelerate_lshdp.documents.network import shard_all_reduce
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
-from accelerate_lshdp.profiling.handling import cpu_seconds_of, fit_handling
+from accelerate_lshdp.profiling.communication_cost import fit_communication_cost, reduction_cpu_seconds
 
 
 class PretendedReduction(GradientReduction):
@@ -44,39 +44,41 @@ class Done(PendingReduction):
 
 def test_cpu_seconds_leave_the_first_exchange_out() -> None:
     reduction = PretendedReduction()
-    points = cpu_seconds_of(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now)
+    points = reduction_cpu_seconds(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now)
     assert points == [(4000, pytest.approx(1e-3 + 8e-6)), (4_000_000, pytest.approx(9e-3))]
 
 
 def test_what_the_clock_counts_late_is_not_lost() -> None:
     reduction = PretendedReduction(late=2)
-    points = cpu_seconds_of(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now, repeats=15)
+    points = reduction_cpu_seconds(reduction, sizes=(4000, 4_000_000), clock=lambda: reduction.now, repeats=15)
     assert points == [(4000, pytest.approx(1e-3 + 8e-6)), (4_000_000, pytest.approx(9e-3))]
 
 
 def test_handling_is_that_of_a_byte_that_a_rank_sends() -> None:
     exact = [(4000, 1e-3 + 8e-6), (4_000_000, 9e-3)]
     # In a ring of 4 each rank sends 1.5 bytes for each byte of the payload.
-    handling = fit_handling(exact, [1] * 4)
-    assert handling.seconds_per_byte == pytest.approx(2e-9 / 1.5)
-    assert handling.seconds_per_collective == pytest.approx(1e-3)
-    assert handling.conversion_seconds_per_byte == 0
+    communication_cost = fit_communication_cost(exact, [1] * 4)
+    assert communication_cost.seconds_per_byte == pytest.approx(2e-9 / 1.5)
+    assert communication_cost.seconds_per_collective == pytest.approx(1e-3)
+    assert communication_cost.conversion_seconds_per_byte == 0
     # The same four ranks on two nodes: what a rank sends does not change.
-    assert fit_handling(exact, [2, 2]) == handling
+    assert fit_communication_cost(exact, [2, 2]) == communication_cost
     # Two nodes that exchange shards: each rank sends its half of the payload.
-    assert fit_handling(exact, [2, 2], collective=shard_all_reduce).seconds_per_byte == pytest.approx(2e-9 / 0.5)
+    assert fit_communication_cost(exact, [2, 2], collective=shard_all_reduce).seconds_per_byte == pytest.approx(
+        2e-9 / 0.5
+    )
 
 
 def test_what_bytes_do_not_explain_is_conversion() -> None:
     exact = [(0, 0.0), (1000, 2e-6)]
     lossy = [(0, 0.0), (1000, 1.5e-6)]
-    assert fit_handling(exact, [1, 1], lossy, 0.5).conversion_seconds_per_byte == pytest.approx(0.5e-9)
+    assert fit_communication_cost(exact, [1, 1], lossy, 0.5).conversion_seconds_per_byte == pytest.approx(0.5e-9)
     # What it takes whatever the size is its own.
-    fixed = fit_handling(exact, [1, 1], [(0, 3e-6), (1000, 4e-6)], 0.5)
+    fixed = fit_communication_cost(exact, [1, 1], [(0, 3e-6), (1000, 4e-6)], 0.5)
     assert fixed.seconds_per_collective == pytest.approx(3e-6)
-    assert fixed.seconds_per_byte == fit_handling(exact, [1, 1]).seconds_per_byte
+    assert fixed.seconds_per_byte == fit_communication_cost(exact, [1, 1]).seconds_per_byte
     # Noise makes nothing negative.
-    assert fit_handling(exact, [1, 1], [(0, 0.0), (1000, 0.5e-6)], 0.5).conversion_seconds_per_byte == 0
-    assert fit_handling([(0, 3e-6), (1000, 2e-6)], [1, 1]).seconds_per_byte == 0
+    assert fit_communication_cost(exact, [1, 1], [(0, 0.0), (1000, 0.5e-6)], 0.5).conversion_seconds_per_byte == 0
+    assert fit_communication_cost([(0, 3e-6), (1000, 2e-6)], [1, 1]).seconds_per_byte == 0
     with pytest.raises(ValueError, match="two different sizes"):
-        fit_handling(exact[:1], [1, 1])
+        fit_communication_cost(exact[:1], [1, 1])

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""What a benchmark was measured on and with, as text."""
+"""The provenance of a benchmark as text: machine, versions, models, time and command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accelerate_lshdp.comparing.report.comparison import group_cases
 from accelerate_lshdp.comparing.report.results import Results
 
 
-def describe_setting(results: Results) -> list[tuple[str, str]]:
-    """Names and values: machine, versions, models, time and command."""
+def describe_provenance(results: Results) -> list[tuple[str, str]]:
+    """(name, value) rows of the provenance: machine, versions, models, time and command."""
     machine = results.machine
     rows = [
         ("machine", f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 1e9:.1f} GB of memory"),
@@ -24,6 +24,7 @@ def describe_setting(results: Results) -> list[tuple[str, str]]:
         case = group.cases[0]
         nodes = " + ".join(map(str, case.nodes))
         totals = ", ".join(map(str, sorted({case.total_batch_size for case in group.cases})))
+        # The largest: a case that failed before its model was built has 0.
         parameters = f"{max(case.parameters for case in group.cases) / 1e6:,.1f} M parameters"
         rows.append((group.title, f"{parameters}, {nodes} ranks by node, global batch {totals}"))
     if results.config.get("in_process"):

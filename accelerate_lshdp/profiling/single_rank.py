@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""A rank that trains alone: the engine's own mechanisms, as if every rank were a node of its own.
+"""`SingleRankTrainer`: trains micro-batches on one rank with the engine's mechanisms, as if it were a node of its own.
 
-Nothing travels between ranks, so what is measured is this rank's time only, and a rank that fails leaves no other one
-waiting. What a strategy costs on the rank itself (streaming from host memory, buckets) stays in the figure.
+Nothing travels between ranks, so measured times are those of this rank only, and a rank that fails leaves no other one
+waiting. The costs of a strategy on the rank itself (streaming from host memory, buckets) are part of the times.
 World-sharded strategies gather over the network, so they are measured with all parameters on the rank.
 """
 
@@ -22,7 +22,7 @@ from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
-from accelerate_lshdp.profiling.subject import Subject, fresh
+from accelerate_lshdp.profiling.subject import Subject, copy_container
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -30,7 +30,7 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 if TYPE_CHECKING:
     from accelerate_lshdp.profiling.process import ProfiledProcess
 
-#: What stands in for strategies that communicate in the forward and backward.
+#: The strategy that is measured in the place of one that communicates in the forward and backward.
 _MEASURED_AS = {
     Strategy.FSDP: Strategy.GROUP_SHARDING,
     Strategy.ZERO2: Strategy.GROUP_SHARDING,
@@ -38,19 +38,20 @@ _MEASURED_AS = {
 }
 
 
-class LoneRank:
-    """Trains micro-batches on this rank.
+class SingleRankTrainer:
+    """Trains micro-batches on this rank, without other ranks.
+
+    Making one is collective over all ranks (it makes process groups); its methods are not.
 
     Args:
         accelerator: gives device, rank and precision.
-        strategy: the one to measure.
+        strategy: the strategy to measure.
         units: as for ``LSDPPlugin``; None: those of the accelerator.
         bucket_megabytes: as for ``LSDPPlugin``.
-        partners: ranks that sum a bucket between nodes when all train.
-        reduction: gets the gradient buckets of synchronised backwards, None: there are none.
-        clock: of what it waits for others.
-
-    Making one is collective over all ranks (it makes process groups); nothing else is.
+        reducing_ranks: number of ranks that sum a bucket between nodes in a real run; it decides the size of
+            buckets.
+        reduction: gets the gradient buckets of synchronised backwards; None: there are no buckets.
+        clock: seconds, monotonic, for the time that this rank waits for others.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LoneRank:
         *,
         units: Sequence[str] | None,
         bucket_megabytes: float | None,
-        partners: int,
+        reducing_ranks: int,
         reduction: GradientReduction | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -69,6 +70,7 @@ class LoneRank:
         self.clock = WaitClock(clock)
         options = accelerator.lsdp_plugin
         measured_as = _MEASURED_AS.get(strategy, strategy)
+        # ZeRO-2 gathers once a step, so its parameters stay on the device between forward and backward.
         reshard = options.reshard_after_forward
         self.policies = resolve_policies(
             measured_as,
@@ -90,18 +92,24 @@ class LoneRank:
             prefetch=options.prefetch,
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
-            reducing_ranks=partners,
+            reducing_ranks=reducing_ranks,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
-            # Kept for the world, so that placing the model on this rank needs no other rank.
+            # Made here, where all ranks are, and kept: `build` then needs no other rank.
             self._placement.groups.of_partition(self.policies.shard_groups, accelerator.process_index)
 
     def build(self, subject: Subject) -> None:
-        """Places the model; the optimizer follows it."""
+        """Places the model as the strategy says, and gives the optimizer the parameters that replace its own.
+
+        Args:
+            subject: the user's model and optimizer; both are changed.
+        """
         self._subject = subject
         self.model = subject.model.train()
+        # An offloaded model stays on the host; FSDP2 brings its units to the device one by one.
         if not (self.policies.is_sharded and self.policies.strategy.is_offloaded):
             self.model.to(self.device)
+        # Sharding replaces parameters by others of the same name; the optimizer still holds the old ones.
         before = dict(self.model.named_parameters(remove_duplicate=False))
         self._prepared = self._placement.arrange(self.model)
         after = dict(self.model.named_parameters(remove_duplicate=False))
@@ -112,18 +120,27 @@ class LoneRank:
             fuse_steps(subject.optimizer, self.policies.is_sharded)  # as a run does
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on the device."""
-        return send_to_device(fresh(batch), self.device)
+        """A copy of the batch on the device."""
+        return send_to_device(copy_container(batch), self.device)
 
     def train(self, batch: Any, *, synchronise: bool = False) -> None:
-        """Forward and backward of a micro-batch that is on the device; gradients are added to those that are there."""
+        """Runs forward and backward of a micro-batch that is on the device; its gradients are added to existing ones.
+
+        Args:
+            batch: as `to_device` returned it.
+            synchronise: hand the gradient buckets to `reduction`, as the last micro-batch of a step does.
+
+        Raises:
+            ValueError: the loss is no tensor with one element that depends on the parameters.
+        """
         try:
-            loss = self._loss(fresh(batch))
+            loss = self._loss(copy_container(batch))
             self._prepared.begin_backward(synchronise)
             loss.backward()
             self._prepared.deliver_backward()
             self._prepared.finish_backward()
         except BaseException:
+            # Out of memory, for one: the next attempt must not find a backward that has begun.
             self._prepared.abandon_backward()
             raise
 
@@ -140,23 +157,23 @@ class LoneRank:
         return loss
 
     def step(self) -> None:
-        """One optimizer step with the gradients that are there."""
+        """Makes one optimizer step with the present gradients."""
         self._prepared.before_step()
         self._subject.optimizer.step()
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients, as ``optimizer.zero_grad()`` does."""
+        """Drops all gradients, as ``optimizer.zero_grad()`` does."""
         for parameter in self._prepared.trainable_parameters():
             parameter.grad = None
 
     def recover(self) -> None:
-        """Gives back the memory that a micro-batch left that was too large."""
+        """Frees the memory of a micro-batch that was too large."""
         self.drop_gradients()
-        gc.collect()
+        gc.collect()  # tracebacks and autograd graphs form cycles that hold tensors
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
     def synchronise(self) -> None:
-        """Waits until the device has done what it was told."""
+        """Waits until the device has completed all queued work."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)

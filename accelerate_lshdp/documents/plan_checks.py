@@ -1,0 +1,110 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Checks of a plan that concern several of its sections, or the run that is to follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication, Strategy
+from accelerate_lshdp.documents.value_checks import PlanError
+
+
+def check_sections_agree(
+    strategy: Strategy,
+    communication: Communication,
+    batch: Batch | None,
+    cluster: Cluster | None,
+    automatic: Automatic | None,
+) -> None:
+    """Checks that the sections of a plan do not contradict each other.
+
+    Raises:
+        PlanError: two sections contradict each other; its path names one of them.
+    """
+    if batch is not None and cluster is not None:
+        ranks = sum(cluster.node_sizes)
+        if ranks != len(batch.ranks):
+            raise PlanError(
+                f"found {ranks} ranks on the nodes {cluster.node_sizes}, expected the {len(batch.ranks)} of"
+                " batch.ranks. Correct one of the two.",
+                path="cluster.nodes",
+            )
+    if batch is not None and automatic is not None:
+        _check_automatic_start(batch, automatic)
+    # Formats with error feedback need the same rank to reduce the same bucket in every step. World-sharded strategies
+    # reduce unit by unit through FSDP2, which keeps no such buffers.
+    if communication.is_lossy and strategy.is_world_sharded:
+        raise PlanError(
+            f'found "{communication.dtype}" with strategy "{strategy}", expected "fp32" or "bf16": its'
+            " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
+            ' strategy "ddp", "group_sharding" or "lsdp".',
+            path="communication.dtype",
+        )
+
+
+def _check_automatic_start(batch: Batch, automatic: Automatic) -> None:
+    """Checks that a run with automatic batch sizes can start from the sizes in `batch`."""
+    if batch.total != automatic.total:
+        found = "none" if automatic.total is None else automatic.total
+        raise PlanError(
+            f"found {found}, expected {batch.total}, the total of batch, which the run starts"
+            " with. Correct one of the two, or leave batch out.",
+            path="automatic.total",
+        )
+    counts = [entry.accumulation_steps for entry in batch.ranks]
+    if len(set(counts)) > 1:
+        raise PlanError(
+            f"found accumulation_steps {counts} together with automatic batch sizes, expected the same number on"
+            " every rank: sizes are re-balanced, numbers of micro-batches are not.",
+            path="batch.ranks",
+        )
+
+
+def check_fits_run(
+    strategy: Strategy,
+    batch: Batch | None,
+    cluster: Cluster | None,
+    *,
+    world_size: int,
+    shard_groups: Sequence[Sequence[int]],
+    node_sizes: Sequence[int],
+) -> None:
+    """Checks that the sections of a plan fit the processes of a run.
+
+    Args:
+        strategy: the plan's strategy, for the error message.
+        batch: the plan's batch sizes; None fits any number of ranks.
+        cluster: the plan's nodes; None fits any nodes.
+        world_size: number of ranks of the run.
+        shard_groups: the ranks that share one copy of the parameters, group by group, covering all ranks once.
+        node_sizes: ranks on each node of the run, in rank order.
+
+    Raises:
+        PlanError: the plan does not fit the run.
+    """
+    if batch is not None and len(batch.ranks) != world_size:
+        planned = len(batch.ranks)
+        raise PlanError(
+            f"found batch sizes for {planned} ranks, expected {world_size}, the processes of this run."
+            f" Launch {planned} processes, or make a plan for {world_size}.",
+            path="batch.ranks",
+        )
+    if cluster is not None and cluster.node_sizes != list(node_sizes):
+        raise PlanError(
+            f"found nodes of {cluster.node_sizes} ranks, expected {list(node_sizes)}, the nodes of this"
+            " run. Launch as the plan says, or correct or remove its cluster.",
+            path="cluster.nodes",
+        )
+    if batch is None:
+        return
+    for group in shard_groups:
+        # A rank with fewer micro-batches would leave the others waiting in a gather that it never joins.
+        counts = [batch.ranks[rank].accumulation_steps for rank in group]
+        if len(set(counts)) > 1:
+            raise PlanError(
+                f"found accumulation_steps {counts} on ranks {list(group)}, which share one copy of the"
+                f' parameters under "{strategy}", expected equal numbers inside the group (its ranks'
+                " gather parameters, or add gradients, together). Make them equal, or use a strategy that"
+                " does not shard across these ranks.",
+                path="batch.ranks",
+            )
