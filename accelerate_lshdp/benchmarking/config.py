@@ -27,10 +27,11 @@ from accelerate_lshdp.documents.value_checks import (
     require_number,
     require_object,
 )
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 MODEL_KINDS = ("vit", "gpt2")
-FORMATS = (FULL_PRECISION, "bf16", "int8", "powersgd")
+FORMATS = tuple(WIRE_FORMATS)
 #: Figures of a case that limits may compare; the least is the best.
 COMPARED = ("step_seconds", "peak_pss_bytes", "peak_rank_bytes", "bytes_between_nodes")
 _REQUIRED = ("clusters", "networks", "models", "total_batch_size", "strategies")

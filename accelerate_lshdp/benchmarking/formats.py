@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group, wire_bytes
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.profiling.communication_cost import SIZES, reduction_cpu_seconds
@@ -17,6 +18,11 @@ from accelerate_lshdp.profiling.communication_cost import SIZES, reduction_cpu_s
 
 #: Columns of the matrices that messages consist of, as in a transformer: PowerSGD compresses nothing but matrices.
 _COLUMNS = 1024
+
+
+def without_exact_steps(name: str) -> dict[str, int]:
+    """The options of a format with which a few steps show what many would take."""
+    return {option: 0 for option in WIRE_FORMATS[name].options if option.endswith("warmup_steps")}
 
 
 def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
@@ -30,8 +36,7 @@ def measure_format(name: str, shapes: Sequence[torch.Size]) -> dict[str, Any]:
         points: (bytes of gradients, CPU seconds) of two messages; wire_share: of the larger one, bytes for one byte of
         fp32; wire_bytes: of the whole model.
     """
-    options = {"powersgd_warmup_steps": 0} if name == "powersgd" else {}
-    communication = Communication(name, **options)
+    communication = Communication(name, **without_exact_steps(name))
     second_group = make_second_group(communication, [range(dist.get_world_size())])
     reduction = make_reduction(communication, dist.group.WORLD, second_group)
     large = torch.empty(max(SIZES) // 4, device="meta")

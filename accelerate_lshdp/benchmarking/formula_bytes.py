@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.benchmarking.cases import Case
 from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, strategy_traits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning.cost.cluster_model import ModelSize
-from accelerate_lshdp.planning.cost.wire_sizes import WIRE_SHARES
 
 
 def formula_bytes(
@@ -32,9 +32,9 @@ def formula_bytes(
     """
     traits = strategy_traits(case.strategy)
     if wire_bytes is None:
-        if case.communication_dtype not in WIRE_SHARES:
+        if WIRE_FORMATS[case.communication_dtype].wire_share is None:
             raise ValueError(f"found format {case.communication_dtype} without wire_bytes, expected them")
-        wire_bytes = size.gradient_bytes * WIRE_SHARES[case.communication_dtype]
+        wire_bytes = size.gradient_bytes * WIRE_FORMATS[case.communication_dtype].wire_share
     collectives = collectives_of(traits, nodes, case.communication_dtype)
     if len(nodes) == 1:
         return [0.0]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.benchmarking.formats import without_exact_steps
 from accelerate_lshdp.benchmarking.timeline import Timeline
 
 
@@ -84,12 +85,10 @@ class Training:
 
 def make_plan(strategy: str, communication_dtype: str, micro_batches: Sequence[tuple[int, int]]) -> Plan:
     """The plan of a case: one (micro-batch size, accumulation steps) a rank."""
-    # Without PowerSGD's exact first steps: a few steps are to show what many would take.
-    powersgd = {"powersgd_warmup_steps": 0} if communication_dtype == "powersgd" else {}
     return Plan.from_batch_sizes(
         micro_batches,
         strategy=strategy,
         allow_unequal_accumulation=True,
         communication_dtype=communication_dtype,
-        **powersgd,
+        **without_exact_steps(communication_dtype),
     )

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from accelerate_lshdp.estimation.model_measurement import MeasuredModel
     from accelerate_lshdp.planning import RankProfile
 
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+
+
 _PRECISIONS = ("no", "bf16", "fp16")
-_FORMATS = ("fp32", "bf16", "int8", "powersgd")
+_FORMATS = tuple(WIRE_FORMATS)
 _EPILOG = """\
 a cluster file:
   nodes:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from accelerate_lshdp.documents.value_checks import (
@@ -20,14 +20,13 @@ from accelerate_lshdp.documents.value_checks import (
     require_object,
     require_sections,
 )
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
 POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 8, 10
-COMMUNICATION_DTYPES = ("fp32", "bf16", "int8", "powersgd")
+COMMUNICATION_DTYPES = tuple(WIRE_FORMATS)
 #: Formats with error feedback: ranks keep from step to step what rounding left unsent. They need the engine's own
-#: reduction between nodes.
-LOSSY_DTYPES = ("int8", "powersgd")
 INTRA_NODE = ("auto", "shared_memory", "collectives")
 
 
@@ -191,29 +190,25 @@ class Communication:
         require_choice(self.intra_node, "intra_node", INTRA_NODE)
         require_integer(self.powersgd_rank, "powersgd_rank", least=1)
         require_integer(self.powersgd_warmup_steps, "powersgd_warmup_steps", least=0)
-        if self.dtype == "powersgd":
-            return
         # Only values other than the defaults are refused: a default says nothing about what the user wants.
-        defaults = {"powersgd_rank": POWERSGD_RANK, "powersgd_warmup_steps": POWERSGD_WARMUP_STEPS}
-        for name, default in defaults.items():
-            if getattr(self, name) != default:
+        defaults = {option.name: option.default for option in fields(self)}
+        for owner, name in ((owner, name) for owner, form in WIRE_FORMATS.items() for name in form.options):
+            if owner != self.dtype and getattr(self, name) != defaults[name]:
                 raise PlanError(
-                    f'found {getattr(self, name)} with dtype {self.dtype}, expected none: it belongs to "powersgd".'
-                    ' Leave it out, or set dtype to "powersgd".',
+                    f'found {getattr(self, name)} with dtype {self.dtype}, expected none: it belongs to "{owner}".'
+                    f' Leave it out, or set dtype to "{owner}".',
                     path=name,
                 )
 
     @property
     def is_lossy(self) -> bool:
         """Whether gradients lose precision on the wire and ranks keep the error for the next step."""
-        return self.dtype in LOSSY_DTYPES
+        return WIRE_FORMATS[self.dtype].remembers
 
     def to_dict(self) -> dict[str, str | int]:
         """The section of a plan file, without options that have no meaning for `dtype`."""
         # "auto" is left out, as plans of earlier versions had no such key and must keep their digests.
-        names = ["dtype"]
-        if self.dtype == "powersgd":
-            names += ["powersgd_rank", "powersgd_warmup_steps"]
+        names = ["dtype", *WIRE_FORMATS[self.dtype].options]
         if self.intra_node != "auto":
             names.append("intra_node")
         return {name: getattr(self, name) for name in names}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 def describe_plan(
@@ -20,7 +21,7 @@ def describe_plan(
 ) -> str:
     """The sections of a plan as text: a line of options and a table of ranks."""
     head = f"strategy {strategy}, communication {communication.dtype}"
-    if communication.dtype == "powersgd":
+    if "powersgd_rank" in WIRE_FORMATS[communication.dtype].options:
         head += f" of rank {communication.powersgd_rank}"
     if automatic is not None:
         total = automatic.total

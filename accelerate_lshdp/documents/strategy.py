@@ -18,6 +18,7 @@ from accelerate_lshdp.documents.network import (
     two_stage_all_gather,
     two_stage_reduce_scatter,
 )
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 class SharedBy(str, Enum):
@@ -121,9 +122,10 @@ def collectives_of(
             return Collectives(two_stage_all_gather, two_stage_reduce_scatter, None)
         return Collectives(ring_all_gather, all_to_all, None)
     # Where each shard, or each whole gradient, is on one rank a node, these ranks sum it among themselves.
-    if communication_dtype == "int8" and even and (traits.shared_by is SharedBy.NODE or nodes[0] == 1):
+    added = WIRE_FORMATS[communication_dtype].is_added
+    if not added and even and (traits.shared_by is SharedBy.NODE or nodes[0] == 1):
         return Collectives(None, None, quantised_all_reduce)
-    if communication_dtype == "int8":
+    if not added:
         return Collectives(None, None, _quantised_over_all_ranks)
     return Collectives(None, None, shard_all_reduce if traits.shared_by is SharedBy.NODE and even else ring_all_reduce)
 

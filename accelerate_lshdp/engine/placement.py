@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel
@@ -67,7 +68,9 @@ class Placement:
         self.prefetch = prefetch
         # PowerSGD sends so little that many small messages would cost more than waiting for the last large bucket.
         self.bucket_bytes = (
-            LARGEST_BYTES if bucket_bytes is None and communication.dtype == "powersgd" else bucket_bytes
+            LARGEST_BYTES
+            if bucket_bytes is None and WIRE_FORMATS[communication.dtype].merges_buckets
+            else bucket_bytes
         )
         self.reduction = reduction
         self.reducing_ranks = len(policies.replica_groups[0]) if reducing_ranks is None else reducing_ranks

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from accelerate_lshdp.documents.network import Link
 from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK
 from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_traits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
@@ -20,15 +21,11 @@ from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
 STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")
-FORMATS = ("fp32", "bf16", "int8", "powersgd")
-#: Formats that need the same ranks to reduce the same buffers between nodes.
-_BETWEEN_NODES_ONLY = ("int8", "powersgd")
+FORMATS = tuple(WIRE_FORMATS)
 #: CPU seconds of gloo on one core: for a byte that is sent, received and added; for a collective. Chosen so that
 #: predictions agree with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost`
 #: measures them.
 _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
-#: CPU seconds on one core for compressing and decompressing a byte of fp32. Assumed, not measured.
-_CONVERSION_SECONDS = {"fp32": 0.0, "bf16": 0.3e-9, "int8": 0.8e-9, "powersgd": 1.0e-9}
 #: The link between host memory and a device, and between devices of one host: assumed to be PCIe 3.0 with 16 lanes.
 _PCI_EXPRESS = Link(20e-6, 1 / 12e9)
 #: Bytes of the process itself: libraries in host memory, kernels and workspaces on a device. Assumed.
@@ -79,7 +76,7 @@ class Estimate:
 def formats_of(strategy: str, formats: Sequence[str] = FORMATS) -> list[str]:
     """The formats that a strategy's gradients can travel in."""
     world_sharded = strategy_traits(strategy).shared_by is SharedBy.WORLD
-    return [name for name in formats if not (world_sharded and name in _BETWEEN_NODES_ONLY)]
+    return [name for name in formats if not (world_sharded and WIRE_FORMATS[name].between_nodes_only)]
 
 
 def estimate_all(
@@ -164,7 +161,7 @@ class _Estimator:
             self._model_size(),
             self._cluster_model(),
             communication_dtype=self.dtype,
-            wire_bytes=powersgd_bytes(self.model.matrices) if self.dtype == "powersgd" else None,
+            wire_bytes=powersgd_bytes(self.model.matrices) if WIRE_FORMATS[self.dtype].wire_share is None else None,
         )
         first_ranks = [sum(self.cluster.node_sizes[:node]) for node in range(len(self.cluster.nodes))]
         samples = [
@@ -273,7 +270,9 @@ class _Estimator:
 
     def _cluster_model(self) -> ClusterModel:
         nodes, cluster = self.cluster.nodes, self.cluster
-        one_core = CommunicationCost(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, _CONVERSION_SECONDS[self.dtype])
+        one_core = CommunicationCost(
+            _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, WIRE_FORMATS[self.dtype].conversion_seconds
+        )
         has_devices = cluster.has_devices
         return ClusterModel(
             cluster.node_sizes,

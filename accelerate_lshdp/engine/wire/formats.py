@@ -9,20 +9,9 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.documents.plan_sections import Communication
-from accelerate_lshdp.engine.wire.int8 import Int8Reduction, int8_bytes
-from accelerate_lshdp.engine.wire.powersgd import PowerSGDReduction, powersgd_bytes
-from accelerate_lshdp.engine.wire.reduction import Bf16Reduction, ExactReduction, GradientReduction
-from accelerate_lshdp.engine.wire.two_messages import TwoMessageReduction
+from accelerate_lshdp.engine.wire import int8, powersgd  # noqa: F401 - imported to register their formats
+from accelerate_lshdp.engine.wire.reduction import REDUCTIONS, GradientReduction
 from accelerate_lshdp.runtime.groups import new_group
-
-
-#: ``communication.dtype`` -> its reduction.
-REDUCTIONS: dict[str, type[GradientReduction]] = {
-    "fp32": ExactReduction,
-    "bf16": Bf16Reduction,
-    "int8": Int8Reduction,
-    "powersgd": PowerSGDReduction,
-}
 
 
 def make_second_group(communication: Communication, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -38,7 +27,7 @@ def make_second_group(communication: Communication, partition: Sequence[Sequence
     Returns:
         That of this rank; None if it is in no group, or if the format sends one message.
     """
-    if not issubclass(REDUCTIONS[communication.dtype], TwoMessageReduction):
+    if not REDUCTIONS[communication.dtype].takes_two_messages:
         return None
     # A group of its own: second messages are sent by another thread, when each rank gets to it, and gloo would take
     # them for the first messages that the backward sends at that moment.
@@ -56,11 +45,7 @@ def make_reduction(
         group: the ranks that sum.
         second_group: from `make_second_group`.
     """
-    if communication.dtype == "powersgd":
-        options = communication.powersgd_rank, communication.powersgd_warmup_steps
-        return PowerSGDReduction(group, second_group, *options)
-    reduction = REDUCTIONS[communication.dtype]
-    return reduction(group) if second_group is None else reduction(group, second_group)
+    return REDUCTIONS[communication.dtype].make(communication, group, second_group)
 
 
 def wire_bytes(communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
@@ -71,9 +56,4 @@ def wire_bytes(communication: Communication, buffer: torch.Tensor, shapes: Seque
         buffer: of gradients.
         shapes: of the tensors in it.
     """
-    if communication.dtype == "int8":
-        return int8_bytes(buffer.numel())
-    if communication.dtype == "powersgd":
-        return powersgd_bytes(buffer.numel(), shapes, communication.powersgd_rank)
-    width = torch.bfloat16.itemsize if communication.dtype == "bf16" else buffer.element_size()
-    return buffer.numel() * width
+    return REDUCTIONS[communication.dtype].wire_bytes(communication, buffer, shapes)

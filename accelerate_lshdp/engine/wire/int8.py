@@ -21,7 +21,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.wire import reduction as collectives
+from accelerate_lshdp.engine.wire.reduction import wire_format
 from accelerate_lshdp.engine.wire.two_messages import LossyBuffer, TwoMessageReduction
 
 
@@ -153,10 +155,13 @@ class _Int8Buffer(LossyBuffer):
             errors.masked_fill_(infinite, 0.0)
 
 
+@wire_format("int8")
 class Int8Reduction(TwoMessageReduction):
     """All-to-all and all-gather of 8-bit integers with error feedback."""
 
-    name = "int8"
+    @classmethod
+    def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        return int8_bytes(buffer.numel())
 
     def make_buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
         return _Int8Buffer(self, buffer.numel(), buffer.device)

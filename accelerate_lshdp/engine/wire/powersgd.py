@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK, POWERSGD_WARMUP_STEPS
+from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK, POWERSGD_WARMUP_STEPS, Communication
+from accelerate_lshdp.engine.wire.reduction import GradientReduction, wire_format
 from accelerate_lshdp.engine.wire.two_messages import LossyBuffer, TwoMessageReduction
 
 
@@ -232,6 +233,7 @@ class _PowerSGDBuffer(LossyBuffer):
                 place.copy_(piece)
 
 
+@wire_format("powersgd")
 class PowerSGDReduction(TwoMessageReduction):
     """All-reduces of thin matrices with error feedback and warm start.
 
@@ -241,7 +243,15 @@ class PowerSGDReduction(TwoMessageReduction):
         warmup_steps: steps at the start in which everything travels exactly.
     """
 
-    name = "powersgd"
+    @classmethod
+    def make(
+        cls, communication: Communication, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None
+    ) -> GradientReduction:
+        return cls(group, second_group, communication.powersgd_rank, communication.powersgd_warmup_steps)
+
+    @classmethod
+    def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        return powersgd_bytes(buffer.numel(), shapes, communication.powersgd_rank)
 
     def __init__(
         self,

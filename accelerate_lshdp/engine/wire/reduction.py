@@ -1,6 +1,7 @@
 """How gradients travel: the interface of a reduction between ranks, and FSDP2's two collectives for gloo.
 
-A new format is one more class behind ``GradientReduction`` and one more line in ``formats.py``.
+A new format is one more class behind ``GradientReduction``, registered by `wire_format` in a file of its own, and one
+more row of ``documents.wire_format``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -33,6 +35,21 @@ class PendingReduction(ABC):
         """Blocks until the buffer holds the sum. On CUDA only the current stream is blocked."""
 
 
+#: Reductions by the name of their format.
+REDUCTIONS: dict[str, type[GradientReduction]] = {}
+
+
+def wire_format(name: str) -> Callable[[type[GradientReduction]], type[GradientReduction]]:
+    """Registers a reduction as that of a format, one of ``documents.wire_format.WIRE_FORMATS``."""
+
+    def register(reduction: type[GradientReduction]) -> type[GradientReduction]:
+        reduction.name = name
+        REDUCTIONS[name] = reduction
+        return reduction
+
+    return register
+
+
 class GradientReduction(ABC):
     """Sums flat gradient buffers over a group of ranks, started during the backward and finished after it.
 
@@ -41,10 +58,29 @@ class GradientReduction(ABC):
 
     Args:
         group: the ranks that sum.
+
+    Attributes:
+        name: of the format, in messages.
+        takes_two_messages: whether it needs a second group of the same ranks.
     """
+
+    name: str
+    takes_two_messages = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    @classmethod
+    def make(
+        cls, communication: Communication, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None
+    ) -> GradientReduction:
+        """The reduction of a format with its options (collective over the ranks of ``group``)."""
+        return cls(group)
+
+    @classmethod
+    def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        """Bytes of the all-reduce that sends as much as is sent for a buffer, after exact first steps."""
+        return buffer.numel() * buffer.element_size()
 
     @abstractmethod
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
@@ -89,6 +125,7 @@ class _PendingWork(PendingReduction):
             self.after()
 
 
+@wire_format("fp32")
 class ExactReduction(GradientReduction):
     """All-reduce in the buffer's own precision."""
 
@@ -96,8 +133,13 @@ class ExactReduction(GradientReduction):
         return _PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
 
 
+@wire_format("bf16")
 class Bf16Reduction(GradientReduction):
     """All-reduce in bfloat16: half the bytes of fp32, sums rounded to 8 bits of mantissa."""
+
+    @classmethod
+    def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
+        return buffer.numel() * torch.bfloat16.itemsize
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
         compressed = buffer.to(torch.bfloat16)

@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
 from accelerate_lshdp.runtime.profiler_labels import label
 
@@ -235,8 +236,13 @@ class TwoMessageReduction(GradientReduction):
         second_group: another group of the same ranks, which nothing else uses.
     """
 
-    #: Name in messages.
-    name: str
+    takes_two_messages = True
+
+    @classmethod
+    def make(
+        cls, communication: Communication, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None
+    ) -> GradientReduction:
+        return cls(group, second_group)
 
     def __init__(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup) -> None:
         super().__init__(group)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_traits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +109,6 @@ class RankMemory:
         return self.device_bytes + self.host_bytes
 
 
-#: Bytes that a format keeps for each byte of a rank's fp32 gradient: copies that travel, and errors for the next step.
-_FORMAT_SHARES = {"fp32": 0.0, "bf16": 0.5, "int8": 1.5, "powersgd": 1.0}
-
-
 def rank_memory(
     strategy: str,
     counts: ModelCounts,
@@ -138,15 +135,15 @@ def rank_memory(
         ValueError: there is no such strategy or format.
     """
     traits, each = strategy_traits(strategy), state_bytes or StateBytes()
-    if communication_dtype not in _FORMAT_SHARES:
-        raise ValueError(f"found format {communication_dtype!r}, expected one of {', '.join(_FORMAT_SHARES)}")
+    if communication_dtype not in WIRE_FORMATS:
+        raise ValueError(f"found format {communication_dtype!r}, expected one of {', '.join(WIRE_FORMATS)}")
     memory = []
     for share in group_sizes(traits, nodes):
         gradients = counts.trainable * each.gradient / share
         if traits.shared_by is SharedBy.WORLD:
             communication = 0.0  # compressed and summed unit by unit
         else:
-            communication = gradients * _FORMAT_SHARES[communication_dtype] * (len(nodes) > 1)
+            communication = gradients * WIRE_FORMATS[communication_dtype].kept_share * (len(nodes) > 1)
         if traits.shared_by is SharedBy.NOBODY:
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered  # autocast's copy
             if traits.is_plain:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.strategy import SharedBy
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
 from accelerate_lshdp.planning.cost.step_writer import StepWriter
-from accelerate_lshdp.planning.cost.wire_sizes import WIRE_SHARES
 
 
 def predict_step(
@@ -54,9 +54,10 @@ def predict_step(
             " ranks, expected one of each for every rank"
         )
     if wire_bytes is None:
-        if communication_dtype not in WIRE_SHARES:
+        share = WIRE_FORMATS[communication_dtype].wire_share if communication_dtype in WIRE_FORMATS else None
+        if share is None:
             raise ValueError(f"found {communication_dtype!r} without wire_bytes, expected the bytes of all gradients")
-        wire_bytes = model.gradient_bytes * WIRE_SHARES[communication_dtype]
+        wire_bytes = model.gradient_bytes * share
     writer = StepWriter(strategy, model, cluster, communication_dtype, wire_bytes)
     writer.describe_ranks(profiles, micro_batches, optimizer_shares, load_seconds)
     if writer.traits.shared_by is SharedBy.WORLD:

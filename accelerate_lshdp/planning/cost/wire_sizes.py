@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
-#: Bytes on the wire for each byte of a gradient in fp32. int8: one scale of 4 bytes for each block of 1024 values.
-WIRE_SHARES = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25 * (1 + 4 / 1024)}
+
 #: Size of the engine's own gradient buckets, in bytes.
 BUCKET_BYTES = 25e6
 
@@ -22,7 +22,7 @@ def reduction_bytes(bucket_bytes: Sequence[float], communication_dtype: str) -> 
         bucket_bytes: bytes in fp32 of the buckets of all other formats, in the order in which they travel.
         communication_dtype: the format.
     """
-    if communication_dtype != "powersgd":
+    if not bucket_bytes or not WIRE_FORMATS[communication_dtype].merges_buckets:
         return list(bucket_bytes)
     merged = [0.0]
     for size in bucket_bytes:
