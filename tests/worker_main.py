@@ -21,6 +21,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -172,7 +173,9 @@ def main() -> None:
     descriptor, rank, world_size, parent, stacks = sys.argv[1:]
     threading.Thread(target=watch_parent, args=(int(parent),), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "a"), all_threads=True)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    # Tests import helpers beside this file, and a few import each other.
+    here = Path(__file__).resolve().parent
+    sys.path[:0] = [str(here), *(str(folder) for folder in sorted(here.iterdir()) if any(folder.glob("test_*.py")))]
     torch.set_num_threads(1)
     # For loaders with multiprocessing_context="forkserver".
     multiprocessing.set_forkserver_preload(["torch.utils.data"])

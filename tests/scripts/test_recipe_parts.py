@@ -14,7 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import embedded_data  # noqa: E402

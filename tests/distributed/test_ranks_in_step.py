@@ -164,7 +164,7 @@ def test_where_forwards_gather_a_difference_is_an_error_within_a_minute(workers,
 
 RANK = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/distributed"]
 from test_ranks_in_step import catch_an_exception_of_backward
 from test_batch_identity import Script
 # Of an accelerator before it, of which all ranks failed and went on: its answers must not be taken for those of now.

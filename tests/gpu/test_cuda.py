@@ -20,7 +20,7 @@ ON_A_GPU = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def errors_on_gpu(setting: Setting) -> list[tuple[float, float]]:
-    arguments = [TESTS / "cuda_worker.py", json.dumps(asdict(setting))]
+    arguments = [TESTS / "gpu" / "cuda_worker.py", json.dumps(asdict(setting))]
     ended = launch(arguments, setting.world_size, nodes=setting.nodes, env=ON_A_GPU)
     assert ended.returncode == 0, ended.stderr
     lines = [line.split() for process in ended.processes for line in process.stdout.splitlines()]

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def test_workers_end_with_their_parent(tmp_path):
     script = tmp_path / "orphans.py"
     script.write_text(
         "import os, sys\n"
-        f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
         "import test_workers, workers\n"
         "pool = workers.WorkerPool(1)\n"
         "pool.run(test_workers.all_reduce_rank, 1.0)\n"

@@ -339,7 +339,7 @@ def test_gpus_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.Capt
     script.write_text("raise SystemExit('must not run')")
     for asked in (
         ["--nodes", "2", "--gpu"],
-        ["--config_file", str(Path(__file__).parents[1] / "accelerate_configs" / "gpu_multi_node0.yaml")],
+        ["--config_file", str(Path(__file__).parents[2] / "accelerate_configs" / "gpu_multi_node0.yaml")],
     ):
         assert main(["launch", *asked, str(script)]) == 2
         assert "asks for GPUs, but torch finds none" in capsys.readouterr().err

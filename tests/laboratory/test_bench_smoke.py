@@ -15,7 +15,7 @@ from accelerate_lshdp.cli.bench import require_emulation
 from accelerate_lshdp.emulated_cluster import EmulatedCluster
 
 
-SMOKE = Path(__file__).resolve().parents[1] / "benchmarks" / "smoke.yaml"
+SMOKE = Path(__file__).resolve().parents[2] / "benchmarks" / "smoke.yaml"
 TINY = """\
 clusters: {uneven: {nodes: [{cpu: 0.8}, {cpu: 0.4}]}}
 networks: [200 Mb/s]

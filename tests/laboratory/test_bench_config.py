@@ -14,7 +14,7 @@ from accelerate_lshdp.benchmarking.config import BenchmarkConfig, ConfigError
 from accelerate_lshdp.benchmarking.limits import Ratio
 
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 DOCUMENT: dict[str, Any] = {
     "clusters": {"uneven": {"nodes": [{"cpu": 0.8}, {"cpu": 0.4}]}},
     "networks": ["1 Gb/s", {"rate": "250 Mb/s", "delay": "2 ms"}],

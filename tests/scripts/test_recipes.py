@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 from accelerate_lshdp import Plan
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "accelerate_configs" / "cpu_1x2.yaml"
 VIT = ROOT / "recipes" / "vit_image_classification.py"
 GPT2 = ROOT / "recipes" / "gpt2_causal_lm.py"

@@ -438,7 +438,9 @@ def test_needs_no_torch(tmp_path: Path) -> None:
         "write_report(make_results(), sys.argv[1])\n"
         "assert not {'torch', 'accelerate', 'matplotlib.pyplot'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parents[1])], check=True, timeout=60
+    )
     assert len(list(tmp_path.glob("*.png"))) == 6
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import automatic_start  # noqa: E402

@@ -23,7 +23,7 @@ from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.documents.plan import Cluster, Node
 
 
-SHIPPED = Path(__file__).resolve().parents[1] / "accelerate_configs"
+SHIPPED = Path(__file__).resolve().parents[2] / "accelerate_configs"
 BIN = Path(sys.executable).parent
 LAUNCH_SECONDS = 90
 
