@@ -15,6 +15,7 @@ from accelerate_lshdp.accelerator.several_models import models_that_took_part, r
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.weighting import LossWeighting, weigh
 from accelerate_lshdp.engine.empty_backward import gradients_of_zero
+from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.runtime.agreement import all_fail_here
@@ -82,11 +83,11 @@ class Backward:
         session.unstepped.backward_begins()
         for prepared in models:
             prepared.local.begin(prepared.has_gradients())
-            prepared.begin_backward(prepared.synchronise_next)
-        meeting = None
-        if any(prepared.synchronise_next for prepared in models):
-            meeting = session.exchange.announce("backward", tracker.within_window and not left_open)
-        try:
+        with Flow(models) as flow:
+            flow.begin()
+            meeting = None
+            if any(prepared.synchronise_next for prepared in models):
+                meeting = session.exchange.announce("backward", tracker.within_window and not left_open)
             require_same_models(session.exchange, loss, models, session.policies.shard_groups)
             self._run_autograd(loss, kwargs)
             if meeting is not None:
@@ -96,20 +97,14 @@ class Backward:
             took_part = models_that_took_part(session.exchange, models)
             synchronised = [prepared for prepared in took_part if prepared.synchronise_next]
             session.unstepped.produced(took_part)
-            for prepared in took_part:
-                prepared.deliver_backward()
+            flow.deliver(took_part)
             accumulated = [prepared for prepared in took_part if prepared in self._accumulation.models]
             session.windows.trained(accumulated, tracker.trained, beside=tracker.working_on)
             pending = self._report(synchronised)  # while the last gradients travel
-            for prepared in models:
-                prepared.finish_backward() if prepared in took_part else prepared.cancel_backward()
+            flow.finish(took_part)
             alone = weight if place is None else 1 / (place.micro_batches * place.accumulation_steps)
             for prepared in took_part:
                 prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
-        except BaseException:
-            for prepared in models:
-                prepared.abandon_backward()
-            raise
         if pending is not None:
             self._take_reports(pending, synchronised)
 

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
@@ -133,16 +134,16 @@ class SingleRankTrainer:
         Raises:
             ValueError: the loss is no tensor with one element that depends on the parameters.
         """
-        try:
+        # The forward is inside, too. Out of memory, for one: the next attempt must not find a backward that has begun.
+        with Flow([self._prepared]) as flow:
             loss = self._loss(copy_container(batch))
-            self._prepared.begin_backward(synchronise)
+            self._prepared.synchronise_next = (
+                synchronise  # after the forward, which sets it for a training of all ranks
+            )
+            flow.begin()
             loss.backward()
-            self._prepared.deliver_backward()
-            self._prepared.finish_backward()
-        except BaseException:
-            # Out of memory, for one: the next attempt must not find a backward that has begun.
-            self._prepared.abandon_backward()
-            raise
+            flow.deliver([self._prepared])
+            flow.finish([self._prepared])
 
     def _loss(self, batch: Any) -> torch.Tensor:
         # FSDP2 casts by itself, as it does in training.
