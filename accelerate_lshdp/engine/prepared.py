@@ -23,9 +23,9 @@ class PreparedModel(ABC):
     """A model whose gradients are reduced over all ranks.
 
     One backward goes ``begin_backward(synchronise)``, autograd, ``deliver_backward()``, ``finish_backward()``, in the
-    hands of a `Flow`. A backward with ``synchronise=False`` only adds to what this rank (or its node) has; the next one
-    with ``synchronise=True`` reduces the sum of all of them. After ``finish_backward`` of a synchronised one, ``.grad``
-    is final on every rank.
+    hands of a `Flow`. A backward with ``synchronise=False`` only adds to what this rank (or its node) has; the next
+    one with ``synchronise=True`` reduces the sum of all of them. After ``finish_backward`` of a synchronised one,
+    ``.grad`` is final on every rank.
 
     Attributes:
         module: the user's model.
