@@ -60,7 +60,7 @@ def test_resumed_under_another_plan_the_same_samples_remain(before: list, after:
     old, new = prepare(shuffled(), before), prepare(shuffled(), after, context={"seed": 99})
     for loader in old:
         read(loader)
-    count = data.draw(st.integers(0, -(-41 // old[0]._cut().total)))
+    count = data.draw(st.integers(0, -(-41 // old[0]._sizes.cut().total)))
     seen, state = stop_after(old, count)
     assert old[0].position == LoaderPosition(1, len(seen))
     restore(new, state)
