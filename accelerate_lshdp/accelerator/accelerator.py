@@ -183,10 +183,18 @@ class LSHDPAccelerator(Accelerator):
         """Optimizer steps done, in this run and those it continues."""
         return self.session.completed_steps
 
+    @completed_steps.setter
+    def completed_steps(self, steps: int) -> None:
+        self.session.completed_steps = steps
+
     @property
     def samples_seen(self) -> int:
         """Samples of the global batches of these steps."""
         return self.session.samples_seen
+
+    @samples_seen.setter
+    def samples_seen(self, samples: int) -> None:
+        self.session.samples_seen = samples
 
     @property
     def step_statistics(self) -> StepStatistics | None:

@@ -5,7 +5,7 @@
 processor), on the main process, and on every node what training goes on from: ``trainer_state.json`` and a folder
 ``lshdp`` with model, optimizer, scheduler, position in the data and random generators.
 
-`LSHDPTrainerMixin` calls these functions where the Trainer saves and loads.
+`overrides.TrainerOverrides` calls these functions where the Trainer saves and loads.
 """
 
 from __future__ import annotations

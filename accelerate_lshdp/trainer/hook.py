@@ -3,13 +3,14 @@
 
 The attribute ``accelerator`` of the class is replaced, because that is where every way to such a Trainer comes
 together: `LSHDPTrainer`, the shim, `LSHDPCallback`, and scripts that set it themselves. The instance then changes its
-class to one that has the overrides before the methods of its own, as FSDP2 does with modules.
+class, as FSDP2 does with modules, to one that has the overrides between its own classes and `transformers.Trainer`.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 EXPECTED_TRANSFORMERS = "5.23"
 
-_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+# Weak on both sides: the new class has the other one as its base, and would keep it alive.
+_classes: WeakKeyDictionary[type, weakref.ref[type]] = WeakKeyDictionary()
 
 
 def hook_loaded_trainer() -> None:
@@ -48,7 +50,8 @@ class _AcceleratorAttribute:
     def __set__(self, trainer: Trainer, accelerator: Accelerator) -> None:
         from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
 
-        own_class = getattr(type(trainer), "_lshdp_own_class", type(trainer))
+        # Of this very class: a script may derive another one from the class that a Trainer has changed to.
+        own_class = vars(type(trainer)).get("_lshdp_own_class", type(trainer))
         is_ours = isinstance(accelerator, LSHDPAccelerator)
         trainer.__class__ = _with_overrides(own_class) if is_ours else own_class
         vars(trainer)["accelerator"] = accelerator
@@ -58,26 +61,38 @@ class _AcceleratorAttribute:
 
 
 def _with_overrides(own_class: type[Trainer]) -> type[Trainer]:
-    """A class of the same name whose methods are those of `TrainerOverrides` before those of a Trainer's class.
+    """A class of the same name that has the methods of `TrainerOverrides` in place of those of `transformers.Trainer`.
 
     Raises:
         RuntimeError: the installed transformers has another Trainer than the overrides are for.
     """
-    if own_class not in _classes:
-        from transformers import Trainer
-
-        try:
-            from accelerate_lshdp.trainer.overrides import TrainerOverrides
-        except ImportError as error:
-            raise _unknown_release(str(error)) from error
-        overrides = [name for name, value in vars(TrainerOverrides).items() if inspect.isfunction(value)]
-        missing = [name for name in overrides if not hasattr(Trainer, name)]
-        if missing:
-            raise _unknown_release(f"found no {', '.join(missing)}")
+    made = _classes[own_class]() if own_class in _classes else None
+    if made is None:
+        overrides = _overrides()
         names = ("__module__", "__qualname__", "__doc__")
         body = {name: getattr(own_class, name) for name in names} | {"_lshdp_own_class": own_class}
-        _classes[own_class] = type(own_class)(own_class.__name__, (TrainerOverrides, own_class), body)
-    return _classes[own_class]
+        # Both derive from Trainer, so the order is: own classes, overrides, Trainer. What a script overrides itself
+        # is called first, and its super() leads to the overrides.
+        bases = (own_class, overrides) if own_class is not overrides.__base__ else (overrides,)
+        made = type(own_class)(own_class.__name__, bases, body)
+        _classes[own_class] = weakref.ref(made)
+    return made
+
+
+def _overrides() -> type[Trainer]:
+    from transformers import trainer
+
+    try:
+        from accelerate_lshdp.trainer.overrides import TrainerOverrides
+    except ImportError as error:
+        raise _unknown_release(str(error)) from error
+    own = ("_lshdp_drives",)
+    names = [n for n, value in vars(TrainerOverrides).items() if inspect.isfunction(value) and n not in own]
+    missing = [name for name in names if not hasattr(trainer.Trainer, name)]
+    missing += [name for name in ("skip_first_batches",) if not hasattr(trainer, name)]
+    if missing:
+        raise _unknown_release(f"found no {', '.join(missing)}")
+    return TrainerOverrides
 
 
 def _unknown_release(found: str) -> RuntimeError:

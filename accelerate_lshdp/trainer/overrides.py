@@ -1,9 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""All that a Trainer does differently with an `LSHDPAccelerator`: `hook` puts these methods before those of its class.
+"""All that a Trainer does differently with an `LSHDPAccelerator`: `hook` gives it these methods.
 
 The Trainer assumes equal batches: in the number of its steps, in losses and their logs, in checkpoints. Each method
-overrides the Trainer's of its name and calls it. What can be right in the accelerator is right there, for scripts with
-loops of their own too.
+overrides that of `transformers.Trainer` and calls it. Methods of a script's own Trainer come before these, as they
+come before those of `transformers.Trainer`. What can be right in the accelerator is right there, for scripts with loops
+of their own too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -26,25 +27,24 @@ from accelerate_lshdp.trainer.losses import TrainerLosses
 from accelerate_lshdp.trainer.statistics import step_logs
 
 
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
-
-
-class TrainerOverrides(_Base):
+class TrainerOverrides(Trainer):
     """Training, losses, logs and checkpoints of a Trainer with unequal batches."""
+
+    def _lshdp_drives(self) -> None:
+        """Says that this Trainer, not a loop of the script, asks for batches: it knows the plan's total."""
+        self.accelerator.session.total.leave_to_trainer()
 
     # Batches and steps
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Resumes all ranks from one checkpoint, the newest that any node has if the script leaves the choice."""
+        self._lshdp_drives()
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoints.checkpoint_of_all_nodes(self, resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.session.total.leave_to_trainer()
+        self._lshdp_drives()
         check_arguments(self)
         warn_of_weighting(self)
         # Anew: a second training may have another model or loss.
@@ -67,6 +67,7 @@ class TrainerOverrides(_Base):
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts this rank's micro-batches, of a loader that could not tell yet that it will train."""
+        self._lshdp_drives()
         check_train_loader(self, dataloader)
         _set_purpose(dataloader, TRAINING)
         if self.accelerator.plan.leaves_total_open:
@@ -86,18 +87,18 @@ class TrainerOverrides(_Base):
             super()._run_epoch(*args, **kwargs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        self.accelerator.session.total.leave_to_trainer()
+        self._lshdp_drives()
         planned = self.accelerator.plan.total_batch_size
         return super().get_total_train_batch_size(args) if planned is None else planned * script_steps(self)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.session.total.leave_to_trainer()
+        self._lshdp_drives()
         _set_purpose(dataloader, EVALUATION)
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Says what the loader is for: callbacks may use it too, and checkpoints keep positions of training alone."""
-        self.accelerator.session.total.leave_to_trainer()
+        self._lshdp_drives()
         method = super()._get_dataloader
         is_training = inspect.signature(method).bind(*args, **kwargs).arguments.get("is_training", False)
         loader = method(*args, **kwargs)
@@ -106,6 +107,7 @@ class TrainerOverrides(_Base):
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Groups samples of similar length in global batches, not in those of one rank."""
+        self._lshdp_drives()
         sampler = super()._get_train_sampler(*args, **kwargs)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size = self.get_total_train_batch_size(self.args)

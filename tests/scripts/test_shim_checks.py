@@ -126,7 +126,7 @@ def train(loader_keywords: dict[str, Any]) -> tuple[int, list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("accelerate_lshdp.data.loader").addHandler(handler)
+    logging.getLogger("accelerate_lshdp.data.loader_sizes").addHandler(handler)
     try:
         accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([3, 1], strategy="ddp"))
         model = torch.nn.Linear(WIDTH, 1)
@@ -140,7 +140,7 @@ def train(loader_keywords: dict[str, Any]) -> tuple[int, list[str]]:
             optimizer.zero_grad()
         return accelerator.completed_steps, told
     finally:
-        logging.getLogger("accelerate_lshdp.data.loader").removeHandler(handler)
+        logging.getLogger("accelerate_lshdp.data.loader_sizes").removeHandler(handler)
 
 
 def train_on_shards() -> None:
