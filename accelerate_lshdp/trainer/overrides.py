@@ -3,8 +3,8 @@
 
 The Trainer assumes equal batches: in the number of its steps, in losses and their logs, in checkpoints. Each method
 overrides that of `transformers.Trainer` and calls it. Methods of a script's own Trainer come before these, as they
-come before those of `transformers.Trainer`. What can be right in the accelerator is right there, for scripts with loops
-of their own too.
+come before those of `transformers.Trainer`. What can be right in the accelerator is right there, for scripts with
+loops of their own too.
 """
 
 from __future__ import annotations
