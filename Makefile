@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
 CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs)
 
-.PHONY: quickstart test test-slow quality style clean benchmark-planning benchmark-cluster
+.PHONY: quickstart test test-slow test-versions quality style clean benchmark-planning benchmark-cluster
 
 quickstart: $(VENV)/.installed
 	$(BIN)/accelerate-lshdp quickstart --output-dir $(OUTPUT)
@@ -15,6 +15,10 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+# Other versions of transformers and accelerate, each in an environment of its own.
+test-versions:
+	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)
 
 quality: $(VENV)/.installed
 	$(BIN)/ruff check $(CHECKED)
@@ -36,4 +40,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) outputs/quickstart
+	rm -rf $(VENV) .venv-versions outputs/quickstart
