@@ -101,7 +101,7 @@ def _unknown_release(found: str) -> RuntimeError:
     import transformers
 
     return RuntimeError(
-        f"{found} in the Trainer of the installed transformers, expected it as in {EXPECTED_TRANSFORMERS}; install one "
-        f"of these versions (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator trains "
-        "with this one too"
+        f"{found} in the Trainer of the installed transformers, expected it as in {EXPECTED_TRANSFORMERS}; install "
+        f"one of these versions (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator "
+        "trains with this one too"
     )
