@@ -62,7 +62,9 @@ def count_groups(what: str) -> tuple[int, int]:
     return before, len(_world.pg_map)
 
 
-@pytest.mark.parametrize("what", ["nothing", "delay", "inside", "fp32", "int8", "powersgd"])
+@pytest.mark.parametrize(
+    "what", ["nothing", pytest.param("delay", marks=pytest.mark.slow), "inside", "fp32", "int8", "powersgd"]
+)
 def test_measuring_leaves_no_groups(workers, what):
     for before, after in workers(3).run(count_groups, what):
         assert after == before

@@ -261,7 +261,8 @@ def train_profile_train(dtype: str) -> tuple[int, int, bool]:
     return before, after, all(torch.equal(value, again[name]) for name, value in first.items())
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("powersgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "powersgd"])
 def test_a_profile_leaves_no_groups_and_disturbs_no_later_training(workers, dtype):
     for before, after, alike in workers(4).run(train_profile_train, dtype, nodes=(2, 2)):
         assert after == before and alike

@@ -267,7 +267,7 @@ def load_of_limited_cpu_time(where: str) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    "where", ["computing", *(pytest.param(where, marks=pytest.mark.slow) for where in ("beside", "waiting"))]
+    "where", [pytest.param(where, marks=pytest.mark.slow) for where in ("computing", "beside", "waiting")]
 )
 def test_cpu_time_that_sending_takes_is_a_load_and_that_of_waiting_is_not(workers, where: str) -> None:
     for load, buckets in workers(2).run(load_of_limited_cpu_time, where, nodes=(1, 1), timeout=TIMEOUT_SECONDS):

@@ -310,6 +310,7 @@ def test_documented_line_from_a_bare_environment(tmp_path: Path) -> None:
         assert record["batch sizes"] == [3, 1] and record["argv"] == ["--lr", "1"]
 
 
+@pytest.mark.slow
 def test_unmodified_script_under_accelerate_launch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_UNMODIFIED_SCRIPT)
     Plan.from_batch_sizes([3, 1], strategy="ddp").save(tmp_path / "plan.json")
