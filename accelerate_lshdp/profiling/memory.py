@@ -120,8 +120,10 @@ def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = P
         names["memory"] = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
         for controller in set(controllers.split(",")) & names.keys():
             folder, limit, usage = names[controller]
-            # In a container the group's own folder may be mounted as the root.
-            for place in (root / folder / path.lstrip("/"), root / folder):
+            # A group's limit holds for the groups inside it. In a container the path may be that of the host, where
+            # only the mount itself exists.
+            own = root / folder / path.lstrip("/")
+            for place in (own, *(around for around in own.parents if around.is_relative_to(root / folder))):
                 numbers = [text for name in (limit, usage) for text in _lines(place / name)[:1]]
                 if len(numbers) == 2 and all(number.isdigit() for number in numbers):
                     statistics = dict(entry.split() for entry in _lines(place / "memory.stat"))

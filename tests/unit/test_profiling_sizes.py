@@ -213,3 +213,19 @@ def test_limits_of_control_groups(tmp_path: Path) -> None:
     # Files that are only kept in memory can be dropped.
     (root / "ours" / "memory.stat").write_text("anon 1\ninactive_file 300\n")
     assert free_in_control_group(root, process) == 5300
+
+
+def test_limits_of_groups_around_the_own_one(tmp_path: Path) -> None:
+    """As of a slice of systemd, or a pod: its limit holds for all groups inside it."""
+    root, process = tmp_path / "sys", tmp_path / "proc"
+    slice_, own = root / "user.slice", root / "user.slice" / "session.scope"
+    own.mkdir(parents=True)
+    process.mkdir()
+    (process / "cgroup").write_text("0::/user.slice/session.scope\n")
+    (own / "memory.max").write_text("max\n")
+    (slice_ / "memory.max").write_text("9000\n")
+    (slice_ / "memory.current").write_text("2000\n")
+    assert free_in_control_group(root, process) == 7000
+    (own / "memory.max").write_text("3000\n")
+    (own / "memory.current").write_text("1000\n")
+    assert free_in_control_group(root, process) == 2000
