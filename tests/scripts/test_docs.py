@@ -159,7 +159,7 @@ def test_links_lead_somewhere(page: Path):
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert heading in [anchor(title) for title in headings], f"{page.name}: {target}"
     for name in re.findall(r"`(test_\w+\*?\.py)`", text):
-        assert list((ROOT / "tests").glob(name)), name
+        assert list((ROOT / "tests").rglob(name)), name
 
 
 def test_the_readme_needs_no_link_into_the_repository():
@@ -170,9 +170,10 @@ def test_the_readme_needs_no_link_into_the_repository():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/README.md"])
 def test_named_files_exist(page: str):
-    """In code style, from the root of the repository, of the package or of the tests; NAME stands for any."""
+    """In code style, from the root of the repository, of the package, or of a folder of tests; NAME stands for any."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    places = (ROOT, ROOT / "accelerate_lshdp", ROOT / "tests")
+    places = (ROOT, ROOT / "accelerate_lshdp", *(folder for folder in (ROOT / "tests").rglob("*") if folder.is_dir()))
+    places = (*places, ROOT / "tests")
     for name in re.findall(r"`([\w./*-]+(?:/|\.(?:json|md|png|py|toml|txt|yaml)))`", text):
         made = "/" not in name and any(name in block.text for block in BLOCKS)  # such as lshdp_plan.json
         assert made or any(any(place.glob(name.replace("NAME", "*"))) for place in places), f"{page}: {name}"
