@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer
 
-EXPECTED_TRANSFORMERS = "5.5 to 5.23"
-#: Methods that some of these versions have: transformers asks for them only where it has them.
-_LATER = {"_has_mixed_mesh_grads"}
+EXPECTED_TRANSFORMERS = "5.23"
 
 # Weak on both sides: the new class has the other one as its base, and would keep it alive.
 _classes: WeakKeyDictionary[type, weakref.ref[type]] = WeakKeyDictionary()
@@ -90,7 +88,7 @@ def _overrides() -> type[Trainer]:
         raise _unknown_release(str(error)) from error
     own = ("_lshdp_drives",)
     names = [n for n, value in vars(TrainerOverrides).items() if inspect.isfunction(value) and n not in own]
-    missing = [name for name in names if not hasattr(trainer.Trainer, name) and name not in _LATER]
+    missing = [name for name in names if not hasattr(trainer.Trainer, name)]
     missing += [name for name in ("skip_first_batches",) if not hasattr(trainer, name)]
     if missing:
         raise _unknown_release(f"found no {', '.join(missing)}")
@@ -102,6 +100,6 @@ def _unknown_release(found: str) -> RuntimeError:
 
     return RuntimeError(
         f"{found} in the Trainer of the installed transformers, expected it as in {EXPECTED_TRANSFORMERS}; install "
-        f"one of these versions (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator "
+        f"that version (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator "
         "trains with this one too"
     )

@@ -110,16 +110,9 @@ class LossTrials:
         if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
             return [Composition.SAMPLES, Composition.SUM]
         by_labels = [Composition.LABELS, Composition.SHIFTED_LABELS]
-        if self._shifts_labels():
+        if self._trainer._loss_shifts_labels:
             by_labels.reverse()
         return [*by_labels, Composition.SAMPLES, Composition.SUM]
-
-    def _shifts_labels(self) -> bool:
-        """Whether the Trainer takes the model's loss for one that leaves out the first label of each row."""
-        known = getattr(self._trainer, "_loss_shifts_labels", None)  # transformers 5.5 has no such attribute
-        if known is not None:
-            return known
-        return getattr(self._trainer.accelerator.unwrap_model(self._trainer.model), "loss_type", None) == "ForCausalLM"
 
     def _fitting(self, batch: Any, samples: int | None, plausible: list[Composition]) -> set[Composition]:
         """What the losses of the halves allow; all that is plausible if they tell nothing (collective)."""
