@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 EXPECTED_TRANSFORMERS = "5.23"
+_NONE = object()
 
 # Weak on both sides: the new class has the other one as its base, and would keep it alive.
 _classes: WeakKeyDictionary[type, weakref.ref[type]] = WeakKeyDictionary()
@@ -32,12 +33,34 @@ def hook_loaded_trainer() -> None:
     and assigns it afterwards, so none is missed.
     """
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)  # None: not imported to its end
-    if trainer is not None and not isinstance(vars(trainer).get("accelerator"), _AcceleratorAttribute):
+    if trainer is None:
+        return
+    if not isinstance(vars(trainer).get("accelerator"), _AcceleratorAttribute):
         trainer.accelerator = _AcceleratorAttribute()
+    # A class that has an attribute of this name itself (`accelerator = None`) would hide that of its base.
+    classes = list(trainer.__subclasses__())
+    while classes:
+        derived = classes.pop()
+        classes += derived.__subclasses__()
+        own = vars(derived).get("accelerator", _NONE)
+        if isinstance(own, property):
+            raise RuntimeError(
+                f"found a property accelerator in {derived.__module__}.{derived.__qualname__}, expected the attribute "
+                "of transformers.Trainer, by which a Trainer comes to train with LSHDP; give the property another name"
+            )
+        if own is not _NONE and not isinstance(own, _AcceleratorAttribute):
+            derived.accelerator = _AcceleratorAttribute(own)
 
 
 class _AcceleratorAttribute:
-    """The attribute ``accelerator`` of a Trainer, whose kind decides which methods the Trainer has."""
+    """The attribute ``accelerator`` of a Trainer, whose kind decides which methods the Trainer has.
+
+    Args:
+        default: what a Trainer has that was given none.
+    """
+
+    def __init__(self, default: Any = _NONE) -> None:
+        self._default = default
 
     def __get__(self, trainer: Trainer | None, owner: type | None = None) -> Any:
         if trainer is None:
@@ -45,6 +68,8 @@ class _AcceleratorAttribute:
         try:
             return vars(trainer)["accelerator"]
         except KeyError:
+            if self._default is not _NONE:
+                return self._default
             raise AttributeError(f"this {type(trainer).__name__} has no accelerator yet") from None
 
     def __set__(self, trainer: Trainer, accelerator: Accelerator) -> None:

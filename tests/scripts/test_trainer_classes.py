@@ -72,6 +72,8 @@ def test_own_methods_are_called_and_resume_bit_by_bit(workers: WorkerPools, tmp_
 
 
 class Loud(Trainer):
+    accelerator = None  # hides the attribute of Trainer
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.told: list[dict[str, float]] = []
         super().__init__(*args, **kwargs)
