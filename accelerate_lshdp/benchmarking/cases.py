@@ -5,19 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.strategy import PLAIN, UNEQUAL, Strategy
 
 
 EQUAL, PLAN = "equal", "plan"
 FULL_PRECISION = "fp32"
 #: Plain PyTorch: what the others are compared with. It uses nothing of this package.
-PEERS = ("torch_ddp", "torch_fsdp", "torch_hsdp")
-#: Names that stand for a strategy with unequal batch sizes.
-UNEQUAL = {"hdp": Strategy.DDP, "lshdp": Strategy.LSDP}
-STRATEGIES = (
-    *PEERS,
-    *("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp"),
-)
+PEERS = tuple(PLAIN)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, STRATEGIES, Case
+from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, Case
 from accelerate_lshdp.benchmarking.limits import Deviation, Limit, Ratio, WallSeconds
 from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.strategy import STRATEGIES
 from accelerate_lshdp.documents.strict_reading import read_yaml
 from accelerate_lshdp.documents.value_checks import (
     PlanError,

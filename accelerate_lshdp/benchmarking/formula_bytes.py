@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate_lshdp.benchmarking.cases import Case
-from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, strategy_traits
+from accelerate_lshdp.documents.collectives import collectives_of
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning.cost.cluster_model import ModelSize
 
@@ -40,8 +41,9 @@ def formula_bytes(
         return [0.0]
     if traits.shared_by is not SharedBy.WORLD:
         return list(collectives.all_reduce(wire_bytes, nodes).sent_bytes)
-    gathers = micro_batches * (2 if traits.gathers_twice else 0) or 1
-    gathered = gathers * sum(size.unit_bytes) + (micro_batches if traits.gathers_twice else 1) * size.root_bytes
+    forwards = 1 if traits.gathered is Gathered.EACH_STEP else micro_batches  # that gather
+    passes = 2 if traits.gathered is Gathered.EACH_PASS else 1
+    gathered = forwards * (passes * sum(size.unit_bytes) + size.root_bytes)
     gather = collectives.gather(gathered, nodes).sent_bytes
     reduce = collectives.reduce_scatter(wire_bytes, nodes).sent_bytes
     return [sum(parts) for parts in zip(gather, reduce, strict=True)]

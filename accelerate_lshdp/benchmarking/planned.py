@@ -13,11 +13,12 @@ from typing import Any
 from accelerate_lshdp.benchmarking.cases import EQUAL, FULL_PRECISION, PLAN, Case, equal_sizes
 from accelerate_lshdp.benchmarking.speed_check import Speed
 from accelerate_lshdp.documents.cluster import NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.collectives import collectives_of, group_sizes
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import Link, ring_all_reduce
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
-from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, group_sizes, strategy_traits
+from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
 from accelerate_lshdp.planning import plan_fixed_total
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.step_simulation import Processors

@@ -30,13 +30,13 @@ from accelerate_lshdp.documents.plan_sections import (
     Link,
     Node,
     RankBatch,
-    Strategy,
     read_automatic,
     read_batch,
     read_cluster,
     read_communication,
 )
 from accelerate_lshdp.documents.plan_text import describe_plan
+from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.strict_reading import parse_json, read_text, require_json
 from accelerate_lshdp.documents.value_checks import (
     PlanError,

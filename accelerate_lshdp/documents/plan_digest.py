@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication, Strategy
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication
+from accelerate_lshdp.documents.strategy import Strategy
 
 
 def training_sections(

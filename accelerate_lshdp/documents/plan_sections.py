@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import Enum
 
 from accelerate_lshdp.documents.value_checks import (
     LARGEST_BATCH,
@@ -26,37 +25,7 @@ from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
 POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 8, 10
 COMMUNICATION_DTYPES = tuple(WIRE_FORMATS)
-#: Formats with error feedback: ranks keep from step to step what rounding left unsent. They need the engine's own
 INTRA_NODE = ("auto", "shared_memory", "collectives")
-
-
-class Strategy(str, Enum):
-    """The placement of parameters, gradients and optimizer state: whole, sharded, or on the host."""
-
-    DDP = "ddp"
-    ZERO2 = "zero2"
-    FSDP = "fsdp"
-    FSDP_OFFLOAD = "fsdp_offload"
-    GROUP_SHARDING = "group_sharding"
-    LSDP = "lsdp"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def is_world_sharded(self) -> bool:
-        """Whether each rank keeps 1/world of the parameters, so that all ranks form one shard group."""
-        return self in (Strategy.ZERO2, Strategy.FSDP, Strategy.FSDP_OFFLOAD)
-
-    @property
-    def is_node_sharded(self) -> bool:
-        """Whether each node keeps a full copy of the parameters, sharded over its ranks."""
-        return self in (Strategy.GROUP_SHARDING, Strategy.LSDP)
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether parameters and optimizer state live in host memory."""
-        return self in (Strategy.FSDP_OFFLOAD, Strategy.LSDP)
 
 
 @dataclass(frozen=True, slots=True)

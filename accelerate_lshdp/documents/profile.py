@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.plan_sections import Cluster, Strategy, read_cluster
+from accelerate_lshdp.documents.plan_sections import Cluster, read_cluster
 from accelerate_lshdp.documents.profile_sections import (
     MeasuredRank,
     Network,
@@ -29,6 +29,7 @@ from accelerate_lshdp.documents.profile_sections import (
     read_script,
     require_array,
 )
+from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.documents.strict_reading import parse_json, require_json
 from accelerate_lshdp.documents.value_checks import (
     PlanError,
@@ -140,7 +141,8 @@ class Profile:
             return 0.0
         all_reduces = sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes)
         # All-gather and reduce-scatter take half of an all-reduce each, in a ring: two of the one, one of the other.
-        return 1.5 * all_reduces if self.strategy in (Strategy.FSDP, Strategy.FSDP_OFFLOAD) else all_reduces
+        gathers_twice = self.strategy.is_world_sharded and self.strategy.traits.gathered is Gathered.EACH_PASS
+        return 1.5 * all_reduces if gathers_twice else all_reduces
 
     def shard_groups(self) -> list[list[int]]:
         """The ranks that share one copy of the parameters, group by group, as the engine will form them.

@@ -1,24 +1,14 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The table of strategies for predictions: which ranks share a copy of the parameters, and what each one exchanges."""
+"""The table of strategies: where parameters live, when they are gathered, and what overlaps. Needs no torch.
+
+Plans, the engine, the planner, estimates, benchmarks and the command line read it. A strategy that combines these
+properties in a new way is one more member of `Strategy`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-
-from accelerate_lshdp.documents.network import (
-    Collective,
-    Exchange,
-    all_to_all,
-    quantised_all_reduce,
-    ring_all_gather,
-    ring_all_reduce,
-    shard_all_reduce,
-    two_stage_all_gather,
-    two_stage_reduce_scatter,
-)
-from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 class SharedBy(str, Enum):
@@ -29,42 +19,109 @@ class SharedBy(str, Enum):
     WORLD = "world"
 
 
+class Gathered(str, Enum):
+    """How often the ranks that share a copy of the parameters gather a unit of it."""
+
+    EACH_PASS = "each_pass"  # in each forward and each backward: dropped in between
+    EACH_MICRO_BATCH = "each_micro_batch"  # in each forward: kept until its backward
+    EACH_STEP = "each_step"  # in the first forward of an optimizer step: kept until its last backward
+
+
 @dataclass(frozen=True, slots=True)
 class StrategyTraits:
     """The properties of one strategy.
 
     Args:
         shared_by: the ranks that share one copy of parameters, gradients and optimizer states.
-        gathers_twice: parameters are gathered in each forward and each backward; else once a step.
+        gathered: how often they gather it; without meaning where nobody shares.
         is_offloaded: the copy is in host memory.
-        overlaps: gradients travel between nodes while the backward goes on, also on devices without streams.
         is_plain: plain PyTorch (DDP, FSDP2, HSDP) with its own collectives on gloo, for comparison.
         is_unequal: every rank gets a batch size that suits its speed.
     """
 
     shared_by: SharedBy
-    gathers_twice: bool = False
+    gathered: Gathered = Gathered.EACH_PASS
     is_offloaded: bool = False
-    overlaps: bool = True
     is_plain: bool = False
     is_unequal: bool = False
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients travel between nodes while the backward goes on, also on devices without streams."""
+        # FSDP2's own collectives block where there are no streams: all of a world-sharded strategy, and those of
+        # plain HSDP, whose all-reduce ours replaces.
+        return self.shared_by is not SharedBy.WORLD and not (self.is_plain and self.shared_by is SharedBy.NODE)
 
-_WORLD = {"shared_by": SharedBy.WORLD, "overlaps": False}
 
-# hdp and lshdp are ddp and lsdp with unequal batches: the batch sizes do not change what travels.
-STRATEGIES: dict[str, StrategyTraits] = {
+class Strategy(str, Enum):
+    """The placement of parameters, gradients and optimizer state: whole, sharded, or on the host.
+
+    Attributes:
+        traits: its properties.
+    """
+
+    traits: StrategyTraits
+
+    DDP = "ddp", StrategyTraits(SharedBy.NOBODY)
+    ZERO2 = "zero2", StrategyTraits(SharedBy.WORLD, Gathered.EACH_STEP)
+    FSDP = "fsdp", StrategyTraits(SharedBy.WORLD)
+    FSDP_OFFLOAD = "fsdp_offload", StrategyTraits(SharedBy.WORLD, is_offloaded=True)
+    GROUP_SHARDING = "group_sharding", StrategyTraits(SharedBy.NODE)
+    LSDP = "lsdp", StrategyTraits(SharedBy.NODE, is_offloaded=True)
+
+    def __new__(cls, name: str, traits: StrategyTraits) -> Strategy:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.traits = traits
+        return member
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_world_sharded(self) -> bool:
+        """Whether each rank keeps 1/world of the parameters, so that all ranks form one shard group."""
+        return self.traits.shared_by is SharedBy.WORLD
+
+    @property
+    def is_node_sharded(self) -> bool:
+        """Whether each node keeps a full copy of the parameters, sharded over its ranks."""
+        return self.traits.shared_by is SharedBy.NODE
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether parameters and optimizer state live in host memory."""
+        return self.traits.is_offloaded
+
+    @property
+    def on_one_rank(self) -> Strategy:
+        """The strategy that keeps and moves parameters alike where no other rank takes part."""
+        if not self.is_world_sharded:
+            return self
+        return next(s for s in Strategy if s.is_node_sharded and s.is_offloaded == self.is_offloaded)
+
+
+#: Names that comparisons use for a strategy with unequal batch sizes. They do not change what travels.
+UNEQUAL: dict[str, Strategy] = {"hdp": Strategy.DDP, "lshdp": Strategy.LSDP}
+
+#: Plain PyTorch, which comparisons measure the strategies against.
+PLAIN: dict[str, StrategyTraits] = {
     "torch_ddp": StrategyTraits(SharedBy.NOBODY, is_plain=True),
-    "torch_fsdp": StrategyTraits(**_WORLD, gathers_twice=True, is_plain=True),
-    "torch_hsdp": StrategyTraits(SharedBy.NODE, gathers_twice=True, overlaps=False, is_plain=True),
-    "ddp": StrategyTraits(SharedBy.NOBODY),
-    "hdp": StrategyTraits(SharedBy.NOBODY, is_unequal=True),
-    "fsdp": StrategyTraits(**_WORLD, gathers_twice=True),
-    "fsdp_offload": StrategyTraits(**_WORLD, gathers_twice=True, is_offloaded=True),
-    "zero2": StrategyTraits(**_WORLD),
-    "group_sharding": StrategyTraits(SharedBy.NODE, gathers_twice=True),
-    "lsdp": StrategyTraits(SharedBy.NODE, gathers_twice=True, is_offloaded=True),
-    "lshdp": StrategyTraits(SharedBy.NODE, gathers_twice=True, is_offloaded=True, is_unequal=True),
+    "torch_fsdp": StrategyTraits(SharedBy.WORLD, is_plain=True),
+    "torch_hsdp": StrategyTraits(SharedBy.NODE, is_plain=True),
+}
+
+
+def _with_unequal(strategy: Strategy) -> dict[str, StrategyTraits]:
+    """A strategy and its name with unequal batch sizes, if it has one."""
+    unequal = {name: replace(strategy.traits, is_unequal=True) for name, of in UNEQUAL.items() if of is strategy}
+    return {strategy.value: strategy.traits, **unequal}
+
+
+#: Everything that can be compared and predicted, by name, in the order of tables.
+STRATEGIES: dict[str, StrategyTraits] = {
+    **PLAIN,
+    **{name: traits for strategy in Strategy for name, traits in _with_unequal(strategy).items()},
 }
 
 
@@ -77,64 +134,3 @@ def strategy_traits(strategy: str) -> StrategyTraits:
     if strategy not in STRATEGIES:
         raise ValueError(f"found strategy {strategy!r}, expected one of {', '.join(STRATEGIES)}")
     return STRATEGIES[strategy]
-
-
-def group_sizes(traits: StrategyTraits, nodes: Sequence[int]) -> list[int]:
-    """The number of ranks that share one copy of the parameters, for the ranks of each node: one entry a node.
-
-    Nodes with different numbers of ranks cannot sum shards with each other, so there every rank holds a copy.
-    """
-    if traits.shared_by is SharedBy.WORLD:
-        return [sum(nodes)] * len(nodes)
-    # Equal nodes only: shards of different sizes have no partner on the other nodes.
-    if traits.shared_by is SharedBy.NODE and len(set(nodes)) == 1:
-        return list(nodes)
-    return [1] * len(nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class Collectives:
-    """The collectives of a strategy between nodes, for parameters and gradients; None: it has no such exchange."""
-
-    gather: Collective | None
-    reduce_scatter: Collective | None
-    all_reduce: Collective | None
-
-
-def collectives_of(
-    traits: StrategyTraits, nodes: Sequence[int], communication_dtype: str = "fp32", two_stage: bool = True
-) -> Collectives:
-    """The collectives of a strategy.
-
-    Args:
-        nodes: ranks on each node.
-        communication_dtype: the format of gradients. Ranks cannot add int8 values with different scales, so int8 has
-            collectives of its own.
-        two_stage: world-sharded strategies exchange inside nodes and between them in two stages, where nodes have
-            equal numbers of ranks.
-    """
-    even = len(set(nodes)) == 1
-    if traits.shared_by is SharedBy.WORLD:
-        if traits.is_plain:  # gloo's reduce-scatter is an all-reduce and a slice
-            return Collectives(ring_all_gather, ring_all_reduce, None)
-        # Two stages need shards of equal size on every node.
-        if two_stage and even:
-            return Collectives(two_stage_all_gather, two_stage_reduce_scatter, None)
-        return Collectives(ring_all_gather, all_to_all, None)
-    # Where each shard, or each whole gradient, is on one rank a node, these ranks sum it among themselves.
-    added = WIRE_FORMATS[communication_dtype].is_added
-    if not added and even and (traits.shared_by is SharedBy.NODE or nodes[0] == 1):
-        return Collectives(None, None, quantised_all_reduce)
-    if not added:
-        return Collectives(None, None, _quantised_over_all_ranks)
-    return Collectives(None, None, shard_all_reduce if traits.shared_by is SharedBy.NODE and even else ring_all_reduce)
-
-
-def _quantised_over_all_ranks(payload: float, nodes: Sequence[int]) -> Exchange:
-    """The exchange of `payload` bytes by an all-to-all, sums on every rank, and an all-gather of the sums."""
-    scattered, gathered = all_to_all(payload, nodes), ring_all_gather(payload, nodes)
-    return Exchange(
-        tuple(map(sum, zip(scattered.sent_bytes, gathered.sent_bytes, strict=True))),
-        tuple(map(sum, zip(scattered.handled_bytes, gathered.handled_bytes, strict=True))),
-        scattered.rounds + gathered.rounds,
-    )

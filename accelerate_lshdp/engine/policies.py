@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, Strategy
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
@@ -80,7 +80,7 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
                 f"intra_node='shared_memory' cannot be used: {reason}; use 'auto' or 'collectives' in "
                 f"{option_advice('intra_node')}"
             )
-    if strategy is Strategy.DDP or (device_type == "cpu" and topology.world_size == 1):
+    if strategy.traits.shared_by is SharedBy.NOBODY or (device_type == "cpu" and topology.world_size == 1):
         return Mechanism.REPLICATED
     if device_type != "cpu" or not strategy.is_node_sharded or intra_node == "collectives":
         return Mechanism.FSDP2
@@ -133,9 +133,13 @@ def resolve_policies(
             f"mixed_precision={mixed_precision!r} is not supported; use one of "
             f"{list(_COMPUTE_DTYPES)} in Accelerator(mixed_precision=...) or {option_advice('mixed_precision')}"
         )
-    gather_once = strategy is Strategy.ZERO2
-    if gather_once and reshard_after_forward:
-        raise ValueError("zero2 keeps gathered parameters for the whole step; use fsdp to reshard after the forward")
+    gathered = strategy.traits.gathered
+    reshards = gathered is Gathered.EACH_PASS
+    if reshard_after_forward and not reshards:
+        raise ValueError(
+            f"found reshard_after_forward=True with {strategy}, which keeps gathered parameters after the forward; "
+            "use fsdp to reshard"
+        )
     mechanism = choose_mechanism(strategy, topology, device_type, intra_node)
     groups = shard_groups_of(strategy, topology, mechanism)
     notice = None
@@ -151,8 +155,8 @@ def resolve_policies(
         mechanism=mechanism,
         shard_groups=groups,
         replica_groups=_replica_groups(groups),
-        reshard_after_forward=not gather_once if reshard_after_forward is None else reshard_after_forward,
-        gather_once_a_step=gather_once,
+        reshard_after_forward=reshards if reshard_after_forward is None else reshard_after_forward,
+        gather_once_a_step=gathered is Gathered.EACH_STEP,
         offload=CPUOffloadPolicy(pin_memory=pinned) if strategy.is_offloaded else OffloadPolicy(),
         # Gradients are summed in fp32, whatever precision computes: accelerate's own policy would sum them in 16 bits.
         # Only the root converts its output: FSDP2's output_dtype on a block would hand fp32 to the next block.

@@ -14,7 +14,7 @@ from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 _EXACT = "fp32"
 #: Relative error of predictions: of strategies whose step times differ by less, the simpler one is chosen.
 _ALIKE = 0.03
-#: Strategies from simple to elaborate; ties go to the first.
+#: Strategies from simple to elaborate; ties go to the first. One that is not here comes last.
 _SIMPLICITY = ("ddp", "hdp", "lsdp", "lshdp", "group_sharding", "zero2", "fsdp", "fsdp_offload")
 
 
@@ -68,7 +68,11 @@ def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
         return None
     best = min(map(_seconds, estimates))
     alike = [estimate for estimate in estimates if _seconds(estimate) <= best * (1 + _ALIKE)]
-    return min(alike, key=lambda estimate: (_SIMPLICITY.index(estimate.strategy), _seconds(estimate)))
+    return min(alike, key=lambda estimate: (_complexity(estimate.strategy), _seconds(estimate)))
+
+
+def _complexity(strategy: str) -> int:
+    return _SIMPLICITY.index(strategy) if strategy in _SIMPLICITY else len(_SIMPLICITY)
 
 
 def _memory_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> str:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from accelerate_lshdp.documents.collectives import group_sizes
 from accelerate_lshdp.documents.network import Link
 from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK
-from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_traits
+from accelerate_lshdp.documents.strategy import STRATEGIES as ALL_STRATEGIES
+from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
@@ -20,7 +22,7 @@ from accelerate_lshdp.planning.cost.step_simulation import Processors
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
-STRATEGIES = ("ddp", "hdp", "fsdp", "fsdp_offload", "zero2", "group_sharding", "lsdp", "lshdp")
+STRATEGIES = tuple(name for name, traits in ALL_STRATEGIES.items() if not traits.is_plain)
 FORMATS = tuple(WIRE_FORMATS)
 #: CPU seconds of gloo on one core: for a byte that is sent, received and added; for a collective. Chosen so that
 #: predictions agree with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost`

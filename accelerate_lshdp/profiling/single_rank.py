@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import send_to_device
 
-from accelerate_lshdp.documents.plan import Strategy
+from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.placement import Placement
@@ -30,13 +30,6 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 if TYPE_CHECKING:
     from accelerate_lshdp.profiling.process import ProfiledProcess
-
-#: The strategy that is measured in the place of one that communicates in the forward and backward.
-_MEASURED_AS = {
-    Strategy.FSDP: Strategy.GROUP_SHARDING,
-    Strategy.ZERO2: Strategy.GROUP_SHARDING,
-    Strategy.FSDP_OFFLOAD: Strategy.LSDP,
-}
 
 
 class SingleRankTrainer:
@@ -70,15 +63,15 @@ class SingleRankTrainer:
         self.device = accelerator.device
         self.clock = WaitClock(clock)
         options = accelerator.lsdp_plugin
-        measured_as = _MEASURED_AS.get(strategy, strategy)
-        # ZeRO-2 gathers once a step, so its parameters stay on the device between forward and backward.
         reshard = options.reshard_after_forward
+        if strategy.traits.gathered is not Gathered.EACH_PASS:
+            reshard = False  # parameters stay on the device between forward and backward
         self.policies = resolve_policies(
-            measured_as,
+            strategy.on_one_rank,  # no collectives in the forward and backward
             Topology(accelerator.process_index, (1,) * accelerator.num_processes),
             device_type=self.device.type,
             mixed_precision=accelerator.mixed_precision,
-            reshard_after_forward=False if strategy is Strategy.ZERO2 else reshard,
+            reshard_after_forward=reshard,
             pin_memory=options.pin_memory,
             # What FSDP2 itself takes is part of the world-sharded strategies' time.
             intra_node="collectives" if strategy.is_world_sharded else options.intra_node,

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelerate_lshdp.documents.strategy import SharedBy, group_sizes, strategy_traits
+from accelerate_lshdp.documents.collectives import group_sizes
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
@@ -148,13 +149,13 @@ def rank_memory(
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered  # autocast's copy
             if traits.is_plain:
                 communication += gradients  # DDP's buckets beside .grad
-        elif traits.gathers_twice:
+        elif traits.gathered is Gathered.EACH_PASS:
             # The two largest units may be neighbours: an upper bound that needs no order.
             largest = sorted(counts.units, reverse=True)
             unreduced = counts.trainable if accumulates and traits.shared_by is SharedBy.WORLD else sum(largest[:1])
             gathered = (counts.root + sum(largest[:2])) * each.gathered + (unreduced + counts.root) * each.unreduced
         else:
-            # Gathered once a step (ZeRO-2): all parameters stay until the backward has used them.
+            # Kept from the forward on: all parameters stay until the backward has used them.
             unreduced = counts.trainable if accumulates else max(counts.units, default=0) + counts.root
             gathered = counts.parameters * each.gathered + unreduced * each.unreduced
         memory.append(

@@ -16,9 +16,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from accelerate_lshdp.documents.collectives import collectives_of, group_sizes
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import Collective, Exchange
-from accelerate_lshdp.documents.strategy import SharedBy, collectives_of, group_sizes, strategy_traits
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.cost.step_prediction import RankStep, StepPrediction
 from accelerate_lshdp.planning.cost.step_simulation import Segment, Transfer, simulate_step
@@ -310,18 +311,17 @@ class StepWriter:
         to_gradient = self.model.gradient_bytes / self.model.parameter_bytes
         forward, backward = self.time * (1 - BACKWARD_SHARE), self.time * BACKWARD_SHARE
         count = int(self.steps.max())  # equal on all ranks: the world is one shard group
-        gathered = count if self.traits.gathers_twice else 1
+        gathered = 1 if self.traits.gathered is Gathered.EACH_STEP else count
+        again = self.traits.gathered is Gathered.EACH_PASS
         extra = self._packing_seconds(root * (gathered + to_gradient), (gathered + 1) * (self.unit_count - len(units)))
         place = self._add_segment(self.optimizer + self.overhead, extra=extra)
         for micro_batch in range(count):
-            gathers = self.traits.gathers_twice or micro_batch == 0
+            gathers = micro_batch < gathered
             if gathers and root:
                 self._add_transfer(self.collectives.gather, root, place)
             place = self._write_pass(units, forward, place, gathers=gathers)
             gradients = to_gradient if micro_batch == count - 1 else None
-            place = self._write_pass(
-                units[::-1], backward, place, gathers=self.traits.gathers_twice, gradients=gradients
-            )
+            place = self._write_pass(units[::-1], backward, place, gathers=again, gradients=gradients)
         if root:
             # The root holds the parameters that the forward uses first, so its gradients are ready last.
             self._add_transfer(self.collectives.reduce_scatter, root * to_gradient * self.wire_share, place)
