@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def allowed_cores(
@@ -44,7 +48,8 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
         paths.update(dict.fromkeys(controllers.split(","), path))
     limits = []
     for line in (proc / "mounts").read_text().splitlines():
-        _, folder, kind, options, *_ = line.split()
+        # Spaces and their like in the names of folders are written as \040 (proc(5)).
+        _, folder, kind, options, *_ = (_OCTAL.sub(lambda code: chr(int(code[1], 8)), word) for word in line.split())
         controller = {"cgroup": "cpu", "cgroup2": ""}.get(kind)
         if controller not in paths or (controller == "cpu" and "cpu" not in options.split(",")):
             continue

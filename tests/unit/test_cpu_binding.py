@@ -119,6 +119,14 @@ def test_the_smallest_quota_on_the_way_counts_version_2(tmp_path):
     assert cpu_quota(proc) == 0.8
 
 
+def test_a_mount_whose_name_has_a_space(tmp_path):
+    root = tmp_path / "my groups"
+    write(root / "mine", cpu__max="50000 100000")
+    escaped = str(root).replace(" ", "\\040")
+    proc = write(tmp_path / "proc", cgroup="0::/mine", mounts=f"cgroup2 {escaped} cgroup2 rw 0 0")
+    assert cpu_quota(proc) == 0.5
+
+
 def test_quota_version_1(tmp_path):
     root = tmp_path / "cgroup"
     mounts = f"cgroup {root}/memory cgroup rw,memory 0 0\ncgroup {root}/cpu cgroup rw,cpu,cpuacct 0 0"
