@@ -28,13 +28,13 @@ from accelerate_lshdp.accelerator.other_engines import (
     refuse_other_engines,
     switch_off_other_engines,
 )
+from accelerate_lshdp.accelerator.plan_resolution import BatchKeywords, resolve_plan
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 from accelerate_lshdp.accelerator.run_checkpoints import layout_of, load_run, save_run
 from accelerate_lshdp.accelerator.run_total import keeps_plan_total
 from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
 from accelerate_lshdp.accelerator.session import Session
-from accelerate_lshdp.accelerator.settings import BatchKeywords, resolve_plan
-from accelerate_lshdp.accelerator.start_notices import choose_precision, warn_of_settings_without_effect
+from accelerate_lshdp.accelerator.start_notices import choose_precision, warn_of_options_without_effect
 from accelerate_lshdp.accelerator.step_statistics import StepStatistics
 from accelerate_lshdp.checkpoint.run_state import (
     LoadedCheckpoint,
@@ -147,7 +147,7 @@ class LSHDPAccelerator(Accelerator):
         self._loader_context = SessionLoaderContext(self.session, self.gradient_state)
         if self.policies.notice:
             logger.warning(self.policies.notice)
-        warn_of_settings_without_effect(self.strategy, self.ddp_handler)
+        warn_of_options_without_effect(self.strategy, self.ddp_handler)
         if self.scaler is not None and self.policies.is_sharded:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
@@ -242,8 +242,8 @@ class LSHDPAccelerator(Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         result = super().prepare(*args, device_placement=device_placement)
-        told_later = self.plan.batch is None or self.session.total.follows_script
-        if self._schedulers and self.num_processes > 1 and not (told_later or self.split_batches):
+        warned_later = self.plan.batch is None or self.session.total.follows_script
+        if self._schedulers and self.num_processes > 1 and not (warned_later or self.split_batches):
             warn_of_schedule(self.session, args, self.gradient_accumulation_steps)
         return result
 
@@ -254,9 +254,9 @@ class LSHDPAccelerator(Accelerator):
         known = PreparedModel.of(model)
         if known is not None:
             known = engine.take_back(known, evaluation_mode)
-        self._accumulation.watch_inputs(model)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trains or known is not None:
+            self._accumulation.watch_inputs(model)
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         model = checked(self.session, model, self.state.dynamo_plugin.backend)
         before = dict(model.named_parameters(remove_duplicate=False))
@@ -269,8 +269,10 @@ class LSHDPAccelerator(Accelerator):
         else:
             model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         prepared = engine.place(model, before)
+        self._accumulation.watch_inputs(model)
         if self.num_processes > 1:
-            allow_single_values(model, self._loader_context.trains_several_samples, logger.warning_once)
+            trains_several = self._loader_context.trains_several_samples
+            prepared.attachments.add(*allow_single_values(model, trains_several, logger.warning_once))
         if len(engine.models) > 1:
             self.session.exchange.make_model_groups(None if prepared.can_be_completed else self.policies.shard_groups)
         self.session.take_optimizers(
@@ -280,16 +282,17 @@ class LSHDPAccelerator(Accelerator):
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
             require_known_labels(model)
         if self.session.losses.finder is not None:
-            self.session.losses.finder.watch(model)
+            self.session.losses.finder.watch(prepared)
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if isinstance(optimizer, PreparedOptimizer) and not self._optimizer_steps.follows(optimizer.optimizer):
             optimizer = optimizer.optimizer  # another accelerator's: it gets a wrapper of this one
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            # After free_memory scripts prepare the same one again.
             known = self._optimizer_steps.follows(optimizer)
-            parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
+            # After free_memory scripts prepare the same one again, whose state was made by this accelerator's steps.
+            checked_before = known or self._optimizer_steps.has_released(optimizer)
+            parameters = [] if checked_before else [p for group in optimizer.param_groups for p in group["params"]]
             self.session.take_optimizers([optimizer], parameters)
             if not known:
                 if self.device.type == "cpu" and not optimizer.state:
@@ -335,6 +338,11 @@ class LSHDPAccelerator(Accelerator):
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
+        """Forgets all that was prepared; models and optimizers are the script's own again, without hooks.
+
+        Another accelerator may prepare them. Models that FSDP2 has sharded stay so: only this one can train them.
+        """
+        self._optimizer_steps.release()
         self.session.free_models()
         objects = super().free_memory(*objects)
         self.session.optimizers = self._optimizers  # accelerate has made another list

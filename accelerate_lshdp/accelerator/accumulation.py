@@ -132,13 +132,17 @@ class Accumulation:
             state._set_sync_gradients(self.step % state.num_steps == 0)
 
     def watch_inputs(self, model: nn.Module) -> None:
-        """Lets the forwards of a prepared model tell which batch the script works on."""
+        """Lets the forwards of a model that was given to ``prepare`` tell which batch the script works on."""
         known = model._forward_pre_hooks.values()
         if any(isinstance(hook, _InputWatch) and hook.owner is self for hook in known):
             return
-        # Before the hook of PreparedModel, which asks whether to synchronise.
-        model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
+        prepared = PreparedModel.of(model)
+        attachments = self._session.attachments if prepared is None else prepared.attachments
+        # Before the hook of PreparedModel, which asks whether to synchronise, and before that of FSDP2, which may hand
+        # on other tensors than the script's.
+        handle = model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
         exclude_hooks_from_pickles(model)
+        attachments.add(handle)
 
     def forward_begins(self, model: nn.Module, inputs: tuple) -> None:
         """Says that a prepared model is called with these inputs."""

@@ -141,7 +141,7 @@ class AutomaticSizes:
             sizes_checksum=crc32(str(self.trained_sizes).encode()),
         )
 
-    def told(self, reports: Sequence[RankReport]) -> bool:
+    def take_reports(self, reports: Sequence[RankReport]) -> bool:
         """What all ranks report for the current step. Returns whether all of them trained with the same sizes."""
         self._reports = reports
         return len({report.sizes_checksum for report in reports}) == 1

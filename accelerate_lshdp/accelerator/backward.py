@@ -213,8 +213,8 @@ class Backward:
         session = self._session
         reports, counts = pending.wait()
         require_same_step(reports, session.topology.name_of)
-        session.timer.told(reports)
-        if session.sizing is not None and not session.sizing.told(reports):
+        session.timer.take_reports(reports)
+        if session.sizing is not None and not session.sizing.take_reports(reports):
             session.check_agreement(
                 f"trained with batch sizes {session.sizing.trained_sizes}",
                 "the batch sizes of this step, which they decide on from the same numbers (install the same "
@@ -228,6 +228,12 @@ class Backward:
     def _refuse_wrong_backward(self, place: MicroBatchPlace | None) -> None:
         session = self._session
         tracker, plan = session.tracker, session.plan
+        if session.world_size > 1 and session.was_freed and not session.engine.models:
+            raise RuntimeError(
+                "found accelerator.backward after accelerator.free_memory(), which has given models and optimizers "
+                "back to the script: no rank would get the gradients of the others. Call prepare() again, or "
+                "free_memory() after the last step"
+            )
         if session.within_evaluation or (tracker.in_evaluation_pass and session.trained_models()):
             raise RuntimeError(
                 "backward was called on a batch of an evaluation pass (the models were in eval mode when the pass "

@@ -60,14 +60,14 @@ class RankStep:
             report: with the seconds.
             problem: one of `PROBLEMS`, or None.
         """
-        told = report._replace(
+        completed = report._replace(
             global_batch=self._global_batch,
             optimizer_steps=self.optimizer_steps,
             samples_hash=self._samples_hash,
             problem=0 if problem is None else 1 + PROBLEMS.index(problem),
         )
         self._global_batch, self._samples_hash = -1, 0
-        return told
+        return completed
 
 
 def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] = lambda rank: f"rank {rank}") -> None:
@@ -85,11 +85,11 @@ def require_same_step(reports: Sequence[RankReport], name: Callable[[int], str] 
         if report.problem:
             found.setdefault(PROBLEMS[report.problem - 1], []).append(name(rank))
     if found:
-        told = (
+        sentences = (
             f"the backward of {' and '.join(ranks)} failed" if text is FAILED else f"{' and '.join(ranks)} {text}"
             for text, ranks in found.items()
         )
-        raise RuntimeError("; ".join(told) + (f". {_AFTER_FAILURE}" if FAILED in found else ""))
+        raise RuntimeError("; ".join(sentences) + (f". {_AFTER_FAILURE}" if FAILED in found else ""))
     places = [(report.global_batch, report.optimizer_steps, report.samples_hash) for report in reports]
     if len(set(places)) == 1:
         return

@@ -94,14 +94,14 @@ class RunTotal:
         if self._settled:
             return None
         own = None if place is None else place.cut.total
-        told = all_objects(own)
-        totals = {total for total in told if total is not None}
+        of_ranks = all_objects(own)
+        totals = {total for total in of_ranks if total is not None}
         if not totals:
             return None
         if len(totals) > 1:
             raise RuntimeError(
-                f"found first backwards of global batches of {told} samples on the ranks, expected the same on all of"
-                " them: they train on different loaders. Let all ranks do the same steps"
+                f"found first backwards of global batches of {of_ranks} samples on the ranks, expected the same on all"
+                " of them: they train on different loaders. Let all ranks do the same steps"
             )
         (total,) = totals
         if self._said_by_script:

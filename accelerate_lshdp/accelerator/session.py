@@ -24,6 +24,7 @@ from accelerate_lshdp.data.cut import GlobalBatchCut
 from accelerate_lshdp.data.script_total import script_total
 from accelerate_lshdp.data.yielded_batches import TrackedBatch
 from accelerate_lshdp.documents.plan import Plan, Strategy
+from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
@@ -70,6 +71,8 @@ class Session:
         unstepped: gradients that an optimizer is still to step with.
         losses: by how much each loss counts.
         timer: how long steps take.
+        attachments: hooks on optimizers, and on models that are not trained.
+        was_freed: whether models were given back to the script, by ``free_memory``.
         optimizers: those that are prepared, in accelerate's wrappers.
         out_of_step: what ranks told when one of them failed in its backward, so that the step cannot be made.
         seed: shuffling starts from it; agreed on by all ranks when a loader is prepared.
@@ -101,10 +104,10 @@ class Session:
         self.policies: ShardingPolicies
         self.topology = Topology(0, (1,))
         self._fit_to_nodes(mixed_precision)
-        told = self._told(mixed_precision)
+        text = self._agreed_text(mixed_precision)
         if unmodified:
-            told += f", total of the plan kept: {keeps_total}"
-        self.check_agreement(told, "the plan and the options (LSDPPlugin, LSDP_* variables)")
+            text += f", total of the plan kept: {keeps_total}"
+        self.check_agreement(text, "the plan and the options (LSDPPlugin, LSDP_* variables)")
         if self.plan.leaves_total_open:
             self.sizing = None  # made to be checked; the total comes with the first batch that is trained
         self.plan_digest = self.plan.digest()
@@ -127,6 +130,8 @@ class Session:
                 bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
             )
         )
+        self.attachments = Attachments()
+        self.was_freed = False
         self.optimizers: Sequence[Any] = ()
         self.unstepped = UnsteppedGradients()
         self.forget_step()
@@ -155,17 +160,17 @@ class Session:
             error = found
         self.raise_everywhere(error)
 
-    def _told(self, mixed_precision: str) -> str:
+    def _agreed_text(self, mixed_precision: str) -> str:
         """Everything in which ranks have to agree, as text."""
         options = self.options
         sizes = "of its loaders" if self.plan.batch is None else self.plan.batch_sizes
-        told = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
-        told += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
-        told += f"buckets {options.bucket_megabytes}, intra-node {options.intra_node}, "
-        told += f"precision {mixed_precision}"
+        text = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
+        text += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
+        text += f"buckets {options.bucket_megabytes}, intra-node {options.intra_node}, "
+        text += f"precision {mixed_precision}"
         if self.sizing is not None:
-            told += f", measured curves {self.sizing.curves}"
-        return told
+            text += f", measured curves {self.sizing.curves}"
+        return text
 
     def raise_everywhere(self, error: Exception | None) -> None:
         """Raises RuntimeError on all ranks if ``error`` is not None on one of them (collective); alone, the error."""
@@ -307,7 +312,9 @@ class Session:
         self.out_of_step: Sequence[RankReport] | None = None
 
     def free_models(self) -> None:
-        """Forgets all models and their step; how many steps its optimizers have made stays."""
-        self.engine.clear()
+        """Gives all models back to the script and forgets their step; how many steps were made stays."""
+        self.was_freed = True
+        self.engine.close()
+        self.attachments.remove()
         self.unstepped.clear()
         self.windows = AccumulationWindows()

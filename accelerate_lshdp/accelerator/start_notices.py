@@ -32,7 +32,7 @@ def choose_precision(options: LSDPPlugin, kwargs: dict[str, Any]) -> None:
         kwargs["mixed_precision"] = wanted
 
 
-def warn_of_settings_without_effect(strategy: Strategy, ddp_handler: Any) -> None:
+def warn_of_options_without_effect(strategy: Strategy, ddp_handler: Any) -> None:
     """Warns of settings of other engines that have no effect.
 
     Args:

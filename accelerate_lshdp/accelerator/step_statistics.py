@@ -100,7 +100,7 @@ class StepTimer:
             self._forward = None
         return RankReport(self._compute, self._waited + self._exchanged_before, self._optimizer, self._data)
 
-    def told(self, reports: Sequence[RankReport]) -> None:
+    def take_reports(self, reports: Sequence[RankReport]) -> None:
         """What all ranks reported for this step; until they had, this rank may have waited for others."""
         self._exchanged += self.clock.take()
         self._reports = tuple(reports)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -78,17 +79,24 @@ class _SingleValues:
             self._switched, norm.training = False, True
 
 
-def allow_single_values(module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]) -> None:
+def allow_single_values(
+    module: nn.Module, others_are_larger: Callable[[], bool], say: Callable[[str], None]
+) -> list[RemovableHandle]:
     """Lets a model's batch normalisations take the micro-batches of a short global batch.
 
     Args:
         module: the model.
         others_are_larger: tells whether a rank has micro-batches of more than one sample in a full global batch.
         say: tells the user when a single value was taken.
+
+    Returns:
+        The handles of its hooks.
     """
+    handles = []
     for norm in module.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
             hook = _SingleValues(others_are_larger, say)
-            norm.register_forward_pre_hook(hook.before)
-            norm.register_forward_hook(hook.after, always_call=True)  # also when the forward fails
+            handles.append(norm.register_forward_pre_hook(hook.before))
+            handles.append(norm.register_forward_hook(hook.after, always_call=True))  # also when the forward fails
             exclude_hooks_from_pickles(norm)
+    return handles

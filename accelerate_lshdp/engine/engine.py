@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine.module_state import unmark
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -115,12 +114,14 @@ class Engine:
             )
         if evaluation_mode:
             return prepared
-        unmark(prepared.module)
+        prepared.close()
         self.models = [other for other in self.models if other.module is not prepared.module]
         return None
 
-    def clear(self) -> None:
-        """Forgets all models."""
+    def close(self) -> None:
+        """Gives all models back to the script, as they were before they were placed (see `PreparedModel.close`)."""
+        for prepared in self.models:
+            prepared.close()
         self.models.clear()
         self._replaced.clear()
 

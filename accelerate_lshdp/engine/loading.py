@@ -48,8 +48,10 @@ def follow_loading(prepared: PreparedModel) -> None:
     """Lets a prepared model know when a state is loaded into any part of it."""
     loading = _Loading(prepared)
     for module in prepared.module.modules():
-        module.register_load_state_dict_pre_hook(loading.before)
-        module.register_load_state_dict_post_hook(loading.after)
+        prepared.attachments.add(
+            module.register_load_state_dict_pre_hook(loading.before),
+            module.register_load_state_dict_post_hook(loading.after),
+        )
         exclude_hooks_from_pickles(module)
 
 

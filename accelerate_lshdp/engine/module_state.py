@@ -124,18 +124,10 @@ def mark(module: nn.Module, link: Link) -> None:
 
 
 def unmark(module: nn.Module) -> None:
-    """Removes from a module and its parts what `mark` attached, and all hooks of this package."""
+    """Removes from a module what `mark` attached, and from its parts what `exclude_hooks_from_pickles` did."""
     for part in module.modules():
-        attributes = vars(part)
         for name in _ATTRIBUTES:
-            attributes.pop(name, None)
-        # Every dictionary of hooks that nn.Module has in this version of torch (_forward_hooks,
-        # _forward_hooks_always_called, ...): the number of one hook is in several of them.
-        hooks = [value for name, value in attributes.items() if "_hooks" in name and isinstance(value, dict)]
-        ours = {key for of_kind in hooks for key, hook in of_kind.items() if _is_ours(hook)}
-        for of_kind in hooks:
-            for key in ours & of_kind.keys():
-                del of_kind[key]
+            vars(part).pop(name, None)
 
 
 def exclude_hooks_from_pickles(module: nn.Module) -> None:

@@ -9,11 +9,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.engine.loading import follow_loading
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
-from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel
-from accelerate_lshdp.engine.stores.shared.store import NodeSharedModel
-from accelerate_lshdp.engine.stores.whole import ReplicatedModel
+from accelerate_lshdp.engine.store import Store, StoreContext
+from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
+from accelerate_lshdp.engine.stores.shared.store import SharedStore
+from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
@@ -101,23 +103,33 @@ class Placement:
         Args:
             model: as for ``place``, with the same weights on all ranks that sum its gradients.
         """
+        prepared = PreparedModel(model, self.clock)
+        try:
+            prepared.add(self._make_store(prepared.context))
+        except BaseException:
+            prepared.attachments.remove()  # the script may catch this and go on with its model
+            raise
+        if prepared.loads_together:
+            follow_loading(prepared)
+        return prepared
+
+    def _make_store(self, context: StoreContext) -> Store:
+        """The store of all parameters of a model, as the policies say."""
         if self.policies.mechanism is Mechanism.NODE_SHARED:
-            return NodeSharedModel(
-                model,
+            return SharedStore(
+                context,
                 self.topology,
                 self.groups.of_partition(self.topology.node_groups, self.topology.rank),
                 self._reduction_of,
-                self.clock,
                 bucket_bytes=self.bucket_bytes,
                 reducing_ranks=self.reducing_ranks,
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
             world = (tuple(range(self.topology.world_size)),)
-            return ReplicatedModel(
-                model,
+            return WholeStore(
+                context,
                 self._reduction(world),
-                self.clock,
                 bucket_bytes=self.bucket_bytes,
                 reducing_ranks=self.reducing_ranks,
             )
@@ -125,14 +137,13 @@ class Placement:
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         all_gather, reduce_scatter = self._unit_collectives()
-        return ShardedModel(
-            model,
-            choose_units(model, self.units),
+        return Fsdp2Store(
+            context,
+            choose_units(context.module, self.units),
             self.policies,
             shard_group=self.groups.of_partition(self.policies.shard_groups, self.topology.rank),
             reduction=self._reduction(self.policies.replica_groups),
             device=self.device,
-            clock=self.clock,
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
             prefetch=self.prefetch,

@@ -1,74 +1,84 @@
-"""The interface of a model that is being trained: the same few calls for every strategy."""
+"""`PreparedModel`: a model that is being trained, with the same few calls for every strategy."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.engine.attachments import Attachments
+from accelerate_lshdp.engine.backward_state import BackwardState
 from accelerate_lshdp.engine.batch_norm import RunningStatistics
 from accelerate_lshdp.engine.local_gradients import LocalGradients
-from accelerate_lshdp.engine.module_state import PREPARED, Link, mark
+from accelerate_lshdp.engine.module_state import PREPARED, Link, mark, unmark
+from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-class PreparedModel(ABC):
-    """A model whose gradients are reduced over all ranks.
+class PreparedModel:
+    """A model whose gradients are reduced over all ranks. Its parameters are in one or several stores.
 
     One backward goes ``begin_backward(synchronise)``, autograd, ``deliver_backward()``, ``finish_backward()``, in the
-    hands of a `Flow`. A backward with ``synchronise=False`` only adds to what this rank (or its node) has; the next
-    one with ``synchronise=True`` reduces the sum of all of them. After ``finish_backward`` of a synchronised one,
-    ``.grad`` is final on every rank.
+    hands of a `Flow`; see `Store`.
+
+    Args:
+        module: the user's model.
+        clock: counts seconds blocked in communication.
 
     Attributes:
-        module: the user's model.
-        loss_multiplier: what a loss has to be multiplied with beside its share of the global batch.
-        clock: seconds blocked in communication.
-        in_backward: whether a backward was begun and not finished.
-        bypassed: whether autograd produced gradients outside ``begin_backward`` and ``finish_backward``.
-        took_part: whether autograd produced gradients for this model since ``begin_backward``.
+        stores: of its parameters; each trainable one is in exactly one of them.
+        state: of its backward.
+        attachments: what is attached to the module and its parameters while it is prepared.
         reductions: what sums its gradients between ranks, with what that keeps from step to step.
-        can_be_completed: whether ``deliver_backward`` and ``finish_backward`` may follow a backward that autograd did
-            not finish, so that other ranks need not wait for this one.
         requires_synchronisation: whether forwards that begin now synchronise their backward; never inside ``no_sync``.
         within_no_sync: how many ``no_sync`` are open.
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
         statistics: those that its normalisations keep of what they have seen.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
-        local: the gradients that this rank holds alone.
-        can_step_locally: whether a rank has whole parameters for itself, so that it may step with them.
     """
-
-    module: nn.Module
-    loss_multiplier: float = 1.0
-    reductions: tuple[GradientReduction, ...] = ()
-    can_be_completed: bool = True
-    can_step_locally = False
 
     def __init__(self, module: nn.Module, clock: WaitClock) -> None:
         self.module = module
         self.clock = clock
-        self.in_backward = False
-        self.bypassed = False
-        self.took_part = False
+        self.stores: list[Store] = []
+        self.state = BackwardState()
+        self.attachments = Attachments()
+        self.reductions: tuple[GradientReduction, ...] = ()
         self.within_no_sync = 0
         self.requires_synchronisation = True
         self.synchronise_next = True
         self.statistics = RunningStatistics(module, clock)
         self.on_training_forward: Callable[[], None] | None = None
-        self._used: set[int] = set()
-        self._usage_reported = False
-        self.local = LocalGradients()
+        self._parameters: list[nn.Parameter] = []
         mark(module, Link(self))
-        module.register_forward_pre_hook(_before_forward)
+        self.attachments.at_removal(functools.partial(unmark, module))
+        self.attachments.add(module.register_forward_pre_hook(_before_forward))
+
+    @property
+    def context(self) -> StoreContext:
+        """What the next store of this model needs of it."""
+        return StoreContext(self.module, self.clock, self.state, self.attachments, first=len(self._parameters))
+
+    def add(self, store: Store) -> None:
+        """Adds a store that was made with `context`.
+
+        Raises:
+            ValueError: it needs losses of another scale than those before it.
+        """
+        if self.stores and store.loss_multiplier != self.loss_multiplier:
+            raise ValueError(
+                f"found stores that multiply losses with {self.loss_multiplier} and {store.loss_multiplier}, expected "
+                "one number for all parameters of a loss"
+            )
+        self.stores.append(store)
+        self._parameters += store.trainable_parameters()
 
     @staticmethod
     def of(module: nn.Module) -> PreparedModel | None:
@@ -88,6 +98,58 @@ class PreparedModel(ABC):
         itself = PreparedModel.of(model)
         found = [itself] if itself is not None else map(PreparedModel.of, model.modules())
         return [prepared for prepared in found if prepared is not None]
+
+    def close(self) -> None:
+        """Gives the module back to the script as it was before it was prepared, with the values that it has now.
+
+        A module whose parameters stay divided among ranks stays prepared. No rank waits for another one. Never inside
+        a backward.
+        """
+        closed = [store.close() for store in self.stores]
+        if all(closed):
+            self.attachments.remove()
+
+    # What the stores have in common
+
+    @property
+    def loss_multiplier(self) -> float:
+        """What a loss has to be multiplied with beside its share of the global batch."""
+        return self.stores[0].loss_multiplier if self.stores else 1.0
+
+    @property
+    def can_be_completed(self) -> bool:
+        """Whether a backward that autograd did not finish can be, so that other ranks need not wait for this one."""
+        return all(store.can_be_completed for store in self.stores)
+
+    @property
+    def can_step_locally(self) -> bool:
+        """Whether a rank has whole parameters for itself, so that it may step with them."""
+        return all(store.can_step_locally for store in self.stores)
+
+    @property
+    def took_part(self) -> bool:
+        """Whether autograd produced gradients for this model since ``begin_backward``."""
+        return self.state.took_part
+
+    @took_part.setter
+    def took_part(self, took_part: bool) -> None:
+        self.state.took_part = took_part
+
+    @property
+    def local(self) -> LocalGradients:
+        """The gradients that this rank holds alone."""
+        return self.state.local
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
+        return self._parameters
+
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
+        for store in self.stores:
+            yield from store.gradient_leaves()
+
+    # Forwards
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,82 +176,82 @@ class PreparedModel(ABC):
         self.synchronise_next = self.requires_synchronisation
         if self.on_training_forward is not None and self.module.training and torch.is_grad_enabled():
             self.on_training_forward()
+        for store in self.stores:
+            store.forward_begins()
 
-    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether a conversion of the whole module (``.to()``, ``.float()``, ``.cpu()``, ...) is to be left out.
+    # One backward
 
-        Args:
-            convert: from a tensor as it is to what it shall be.
-
-        Raises:
-            RuntimeError: it is not possible with a prepared model.
-        """
-        return False
-
-    def refuse_copy(self) -> None:
-        """Raises RuntimeError if the module itself cannot be pickled."""
-        return
-
-    @abstractmethod
     def begin_backward(self, synchronise: bool) -> None:
-        """Makes the store ready for autograd.
+        """Makes the model ready for autograd; see `Store.begin`."""
+        self.state.begin(self._parameters)
+        for store in self.stores:
+            store.begin(synchronise)
 
-        Args:
-            synchronise: whether this backward's gradients are summed over ranks, with what was not summed before.
-        """
-
-    @abstractmethod
     def deliver_backward(self) -> None:
         """Hands in gradients that autograd did not produce on this rank but others wait for; does not wait itself."""
+        for store in self.stores:
+            store.deliver()
 
-    @abstractmethod
     def finish_backward(self) -> None:
         """Waits for the reductions of this backward; if it was synchronised, ``.grad`` is final afterwards."""
+        self.state.in_backward = False
+        for store in self.stores:
+            store.finish()
 
-    @abstractmethod
     def cancel_backward(self) -> None:
         """Undoes ``begin_backward``, as the loss did not depend on this model."""
+        self.state.in_backward = False
+        for store in self.stores:
+            store.cancel()
 
-    @abstractmethod
     def abandon_backward(self) -> None:
         """Forgets a backward that was begun and has failed; does not wait for other ranks."""
+        self.state.in_backward = False
+        for store in self.stores:
+            store.abandon()
 
-    @abstractmethod
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters as the optimizer sees them, in an order that is the same on all ranks."""
-
-    def drop_gradients(self) -> None:
-        """Drops all gradients, wherever they are; never inside a backward."""
-        for parameter in self.trainable_parameters():
-            parameter.grad = None
-        self.local.clear()
-
-    def drop_unsummed(self, parameters: Collection[int]) -> None:
-        """Drops gradients that are not in ``.grad`` until they are summed; the script has cleared what is there.
-
-        Args:
-            parameters: ids of those whose gradients were dropped.
-        """
-        return
-
-    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
-        """Whether there are gradients that would change the parameters: not those that were set to None or zero.
-
-        Args:
-            among: ids of the parameters that are asked about; None: all.
-        """
-        gradients = (
-            p.grad for p in self.trainable_parameters() if p.grad is not None and (among is None or id(p) in among)
-        )
-        return any(bool(g.to_local().any() if isinstance(g, DTensor) else g.any()) for g in gradients)
+    # Gradients
 
     def has_gradients(self) -> bool:
         """Whether this rank holds gradients, final or not."""
-        return any(parameter.grad is not None for parameter in self.trainable_parameters())
+        return any(store.has_gradients() for store in self.stores)
 
-    def gradient_leaves(self) -> Iterator[torch.Tensor]:
-        """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
-        yield from self.module.parameters()
+    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
+        """Whether there are gradients that would change the parameters; see `Store.holds_gradients`."""
+        return any(store.holds_gradients(among) for store in self.stores)
+
+    def drop_gradients(self) -> None:
+        """Drops all gradients, wherever they are; never inside a backward."""
+        for store in self.stores:
+            store.drop_gradients()
+        self.local.clear()
+
+    def drop_unsummed(self, parameters: Collection[int] | None = None) -> None:
+        """Drops gradients that are not in ``.grad`` until they are summed; see `Store.drop_unsummed`."""
+        for store in self.stores:
+            store.drop_unsummed(parameters)
+        if not self.has_gradients():
+            self.local.clear()
+
+    def take_usage(self) -> torch.Tensor:
+        """Reports to which trainable gradients this rank has contributed: 0/1, shape (parameters,), float64."""
+        return self.state.report(len(self._parameters))
+
+    def no_usage(self) -> torch.Tensor:
+        """The usage of a rank that took no part in the backward: zeros, shape (parameters,), float64."""
+        return torch.zeros(len(self._parameters), dtype=torch.float64)
+
+    def drop_unused(self, usage: torch.Tensor) -> None:
+        """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).
+
+        Args:
+            usage: number of ranks that used each trainable parameter, shape (parameters,).
+        """
+        for parameter, ranks in zip(self._parameters, usage.tolist(), strict=True):
+            if ranks == 0:
+                parameter.grad = None
+
+    # Steps and states
 
     def require_own(self) -> None:
         """Raises RuntimeError if another accelerator trains the module by now."""
@@ -206,67 +268,50 @@ class PreparedModel(ABC):
             RuntimeError: gradients are not those of the global batch.
         """
         self.require_own()
-        if self.bypassed:
+        if self.state.bypassed:
             raise RuntimeError(
                 "gradients were computed by loss.backward(), so they are neither weighted nor summed over ranks; "
                 "call accelerator.backward(loss) instead"
             )
+        for store in self.stores:
+            store.before_step()
 
     def after_step(self) -> None:
         """Lets other ranks go on, as an optimizer has changed the parameters (collective where ranks share them)."""
-        return
+        for store in self.stores:
+            store.after_step()
+
+    @property
+    def loads_together(self) -> bool:
+        """Whether ranks load states together."""
+        return any(store.loads_together for store in self.stores)
 
     def loading_begins(self, state: dict[str, Any]) -> None:
         """Prepares for ``load_state_dict`` of the model or a part of it (collective, except where ranks are apart)."""
-        return
+        for store in self.stores:
+            store.loading_begins(state)
 
     def parameters_loaded(self) -> None:
         """Takes note that all ranks have set the parameters to the same values."""
-        return
+        for store in self.stores:
+            store.parameters_loaded()
 
     def collective_begins(self) -> None:
         """Takes note that this rank is about to call a collective of the whole world."""
-        return
+        for store in self.stores:
+            store.collective_begins()
 
-    def mark_used(self, index: int) -> None:
-        """Takes note that autograd has produced a gradient for trainable parameter ``index`` on this rank."""
-        # Else it is a loss.backward() of the script; its gradients are of this rank alone, and `before_step` refuses
-        # them.
-        if not self.in_backward:
-            self.bypassed = True
-        self.took_part = True
-        self._used.add(index)
+    # Calls of the module's own methods
 
-    def take_usage(self) -> torch.Tensor:
-        """Reports to which trainable gradients this rank has contributed: 0/1, shape (parameters,), float64."""
-        # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
-        usage = self.no_usage()
-        if self._used:
-            usage[sorted(self._used)] = 1
-        self._usage_reported = True
-        return usage
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether a conversion of the whole module is to be left out; see `Store.skips_conversion`."""
+        skipped = [store.skips_conversion(convert) for store in self.stores]  # all are asked: each may raise
+        return all(skipped)
 
-    def no_usage(self) -> torch.Tensor:
-        """The usage of a rank that took no part in the backward: zeros, shape (parameters,), float64."""
-        return torch.zeros(len(self.trainable_parameters()), dtype=torch.float64)
-
-    def forget_cleared(self) -> None:
-        """Drops from the usage what the script has set to None since the last step; called as a backward begins."""
-        # Only after a report: before it, gradients that are still to be summed may be elsewhere than in .grad.
-        if self._usage_reported:
-            parameters = self.trainable_parameters()
-            self._used = {index for index in self._used if parameters[index].grad is not None}
-            self._usage_reported = False
-
-    def drop_unused(self, usage: torch.Tensor) -> None:
-        """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).
-
-        Args:
-            usage: number of ranks that used each trainable parameter, shape (parameters,).
-        """
-        for parameter, ranks in zip(self.trainable_parameters(), usage.tolist(), strict=True):
-            if ranks == 0:
-                parameter.grad = None
+    def refuse_copy(self) -> None:
+        """Raises RuntimeError if the module itself cannot be pickled."""
+        for store in self.stores:
+            store.refuse_copy()
 
 
 def _before_forward(module: nn.Module, args: tuple) -> None:

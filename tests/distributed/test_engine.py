@@ -18,8 +18,9 @@ from training_cases import CASES, collate, make_optimizer, tiny_gpt2, tiny_vit
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.engine.clipping import clip_grad_norm
 from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
-from accelerate_lshdp.engine.stores.whole import ReplicatedModel
+from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import UnitError, choose_units
 from accelerate_lshdp.engine.wire.reduction import ExactReduction, OrderedReductions, PendingReduction
 from accelerate_lshdp.runtime.topology import Topology, TopologyError
@@ -235,7 +236,8 @@ class Slow:
 
 def test_a_backward_that_was_given_up_does_not_write_into_the_next_one():
     model = nn.Linear(3, 2)
-    prepared = ReplicatedModel(model, Slow(), WaitClock(), bucket_bytes=None, reducing_ranks=2)
+    prepared = PreparedModel(model, WaitClock())
+    prepared.add(WholeStore(prepared.context, Slow(), bucket_bytes=None, reducing_ranks=2))
     prepared.begin_backward(True)
     model(torch.ones(1, 3)).sum().backward()
     prepared.abandon_backward()

@@ -182,7 +182,7 @@ def backward_together(accelerator: LSHDPAccelerator, loss: torch.Tensor) -> None
 def hurry_ahead(in_step: bool) -> list[int]:
     """Buckets that rank 1, slow at every gradient, had not handed in when rank 0 went on from each of its own."""
     accelerator, model, _, loader = start((1, 1), in_step=in_step)
-    reduction = PreparedModel.of(model)._reduction
+    reduction = PreparedModel.of(model).stores[0]._reduction
     pace, ahead = reduction.pace, []
 
     def noting(index: int) -> None:

@@ -87,7 +87,7 @@ def lonely_rank() -> Iterator[NodeReduction]:
     layout = Layout()
     place = layout.place(16)
     table = NodeTable(1, 1, 1, layout)
-    memory = NodeMemory(mmap.mmap(-1, layout.bytes), {}, 0)
+    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {}, 0)
     table.map(memory)
     buffer = memory.tensor(place, (4,), torch.float32)
     reduction = NodeReduction(memory, table, [SharedBucket(buffer, [buffer], 0, Broken())], WaitClock(), 20.0)

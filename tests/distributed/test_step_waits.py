@@ -76,7 +76,7 @@ def test_a_report_tells_the_exchange_of_the_step_before():
         for exchange in exchanges:  # one a backward
             report = timer.backward_ends()
             clock.seconds += exchange
-            timer.told([RankReport(*report[:4])])
+            timer.take_reports([RankReport(*report[:4])])
         for _ in range(2):  # optimizers
             timer.optimizer_begins()
             timer.step_ends()

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from accelerate_lshdp.engine.stores.fsdp2.store import ShardedModel
+from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
 from accelerate_lshdp.engine.stores.fsdp2.unit import Unit
 
 
@@ -52,7 +52,7 @@ class Reductions:
 
 @pytest.mark.parametrize("synchronise", [False, True])
 def test_the_allocator_knows_that_the_hooks_stream_uses_what_the_reduce_scatter_stream_allocated(synchronise):
-    model = object.__new__(ShardedModel)
+    model = object.__new__(Fsdp2Store)
     model._synchronise, model._overlaps = synchronise, True
     model._skipped, model._substitutes, model._reductions = set(), {}, Reductions()
     unit = Unit(module=None, parameters=[torch.nn.Parameter(torch.zeros(4))], fsdp_params=[], indices=[0])
@@ -70,6 +70,6 @@ def test_the_allocator_knows_that_the_hooks_stream_uses_what_the_reduce_scatter_
 
 def test_on_a_cpu_there_is_no_stream_to_record(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", None)
-    model = object.__new__(ShardedModel)
+    model = object.__new__(Fsdp2Store)
     model._synchronise = False
     model._reduce_hook(0, Unit(None, parameters=[torch.nn.Parameter(torch.zeros(4))]))(torch.zeros(4))

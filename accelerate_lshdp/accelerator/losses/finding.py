@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 
 from accelerate_lshdp.accelerator.losses.forwards import Forward, ForwardWatch, operation_of
 from accelerate_lshdp.accelerator.losses.notices import (
@@ -31,6 +30,7 @@ from accelerate_lshdp.accelerator.losses.undecided import OpenLoss
 from accelerate_lshdp.data.labels import LabelCounts
 from accelerate_lshdp.data.tokens import LabelCounter
 from accelerate_lshdp.data.weighting import LossWeighting, loss_share
+from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.option_advice import option_advice
 
 
@@ -57,7 +57,7 @@ class _Answer(NamedTuple):
     kind: Composition
     totals: LabelCounts | None
     """Their labels; None: not all have labels that can be counted, or it does not count by these."""
-    told: bool
+    agreed: bool
     """Whether any rank has seen a loss that is a number, or knows what it is."""
 
 
@@ -89,7 +89,7 @@ class LossFinder:
         self._open: dict[str, OpenLoss] = {}
         self._answers: dict[str, _Answer] = {}
         self._answers_by_order: dict[int, _Answer] = {}
-        self._told_early: tuple[MicroBatchPlace, PendingRows] | None = None
+        self._shown_early: tuple[MicroBatchPlace, PendingRows] | None = None
         self.problem: str | None = None
         """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
@@ -105,9 +105,9 @@ class LossFinder:
     def idle(self, idle: bool) -> None:
         self._forwards.idle = idle
 
-    def watch(self, model: nn.Module) -> None:
-        """Looks at the forwards of a prepared model."""
-        self._forwards.watch(model)
+    def watch(self, prepared: PreparedModel) -> None:
+        """Looks at the forwards of a model, until it is closed."""
+        self._forwards.watch(prepared)
 
     # Shares
 
@@ -117,11 +117,11 @@ class LossFinder:
         Where ranks have different numbers of micro-batches, one calls a collective before its only backward that
         others reach in their last micro-batch. They have to get past their first one before.
         """
-        early = self._told_early is not None and self._told_early[0] is place
+        early = self._shown_early is not None and self._shown_early[0] is place
         if not self.idle and place is not self._place and not early and self._starts(place):
             # Of a forward of this micro-batch, or of none: those of the batches before were used.
             seen = self._reports.see(place, 0, self._forwards.of(None, place), None, self._looks)
-            self._told_early = place, self._reports.tell(seen)
+            self._shown_early = place, self._reports.tell(seen)
 
     def share(self, place: MicroBatchPlace, loss: torch.Tensor) -> float:
         """The share of a loss in its step (collective where it is not known yet what the loss is).
@@ -195,13 +195,13 @@ class LossFinder:
         if known is not None and known.together == self._reports.counted_together(place):
             again = self._starts(place) and known.place is not place
             # Where all losses of the first one were NaN, a later one may tell, if all ranks have as many.
-            unclear = not known.told and known.place is not place and name not in self._findings
+            unclear = not known.agreed and known.place is not place and name not in self._findings
             if not again and not (unclear and self._exchange.counts is None):
                 return known
         if not self._starts(place):
             first = self._answers_by_order.get(self._order)
             follows = first is not None and first.together == self._reports.counted_together(place)
-            if follows and self._exchange.counts is None and self._exchange.world_size > 1 and first.told:
+            if follows and self._exchange.counts is None and self._exchange.world_size > 1 and first.agreed:
                 # Others may have the loss of the first one here, too, and not look: where none of this rank's samples
                 # counts, say, its loss is made by another operation.
                 if not self._may_be(first.kind, name, place, forward, loss):
@@ -248,7 +248,7 @@ class LossFinder:
         if asks and self._order and self._exchange.counts is not None and not place.window_end:
             # A rank with fewer of them may be in the backward of its first loss, which waits for this one's last one.
             self._exchange.announce("a second loss that is not known yet", True).require_all()
-        early, self._told_early = self._told_early, None
+        early, self._shown_early = self._shown_early, None
         if early is not None and early[0] is place and self._order == 0:
             telling = early[1]
             self._reports.require_same_labels(place, forward)
@@ -269,7 +269,7 @@ class LossFinder:
         alike = [seen for seen in everyone if seen.looks == own.looks]
         elsewhere = next((kind_of(seen.known) for seen in (*alike, *everyone) if seen.known >= 0), None)
         tells = any(seen.tells for seen in everyone)
-        told = tells or any(seen.known >= 0 for seen in everyone)  # the same on all ranks
+        agreed = tells or any(seen.known >= 0 for seen in everyone)  # the same on all ranks
         kind = known or elsewhere
         if opened is not None and (kind is None or values):
             kind = self._find(name, opened, everyone, place) if elsewhere is None else elsewhere
@@ -279,14 +279,14 @@ class LossFinder:
         require_known_labels_of_step(kind, totals, everyone)
         if kind is Composition.UNKNOWN and (tells or found is not None) and not is_own(everyone):
             refuse_uneven_labels(everyone)
-        return _Answer(place, self._reports.counted_together(place), kind, totals, told)
+        return _Answer(place, self._reports.counted_together(place), kind, totals, agreed)
 
     def _find(self, name: str, opened: OpenLoss, everyone: list[SeenLoss], place: MicroBatchPlace) -> Composition:
         kind, clear = opened.look(everyone, place)
         if clear:
             self._settle(name, opened, everyone)
-        elif not opened.told_undecided and tell_undecided(name, opened, everyone):
-            opened.told_undecided = True
+        elif not opened.warned_undecided and tell_undecided(name, opened, everyone):
+            opened.warned_undecided = True
         return kind
 
     def _settle(self, name: str, opened: OpenLoss, everyone: list[SeenLoss]) -> None:

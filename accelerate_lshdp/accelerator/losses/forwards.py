@@ -98,18 +98,19 @@ class ForwardWatch:
     def __init__(self) -> None:
         self.idle = False
         self._forwards: list[Forward] = []
-        self._kinds: list[Composition | None] = []  # of the models' own losses
-        self._models: list[weakref.ref] = []
+        # Models, and what their own losses are by their class.
+        self._models: list[tuple[weakref.ref[nn.Module], Composition | None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_forwards": [], "_models": []}  # graphs and weak references are of this process
 
-    def watch(self, model: nn.Module) -> None:
-        """Looks at the forwards of a prepared model."""
+    def watch(self, prepared: PreparedModel) -> None:
+        """Looks at the forwards of a model, until it is closed."""
+        model = prepared.module
         # What is kept of a forward leads to the model by its graph, a circle that Python's collector cannot see into.
         reference = weakref.ref(self)
-        self._kinds.append(kind_of_class(model))
-        self._models.append(weakref.ref(model))
+        entry = weakref.ref(model), kind_of_class(model)
+        self._models.append(entry)
 
         # Functions, not methods: see PreparedModel.
         def watched(called: nn.Module) -> bool:
@@ -128,8 +129,16 @@ class ForwardWatch:
             if watched(called):
                 reference()._forwards.append(Forward(called, _named(called, args, kwargs), output))
 
-        model.register_forward_pre_hook(before_forward)
-        model.register_forward_hook(after_forward, with_kwargs=True)
+        def forget() -> None:
+            watch = reference()
+            if watch is not None:
+                watch._models.remove(entry)
+
+        prepared.attachments.at_removal(forget)
+        prepared.attachments.add(
+            model.register_forward_pre_hook(before_forward),
+            model.register_forward_hook(after_forward, with_kwargs=True),
+        )
 
     def of(self, loss: torch.Tensor | None, place: MicroBatchPlace) -> Forward | None:
         """The forward that a loss is of; without a loss, the last one that no loss was of yet.
@@ -161,12 +170,12 @@ class ForwardWatch:
     @property
     def only_kind(self) -> Composition | None:
         """What the own loss of the only prepared model is, by its class; for where its forward is not seen."""
-        return self._kinds[0] if len(self._kinds) == 1 else None
+        return self._models[0][1] if len(self._models) == 1 else None
 
     @property
     def is_blind(self) -> bool:
         """Whether the forwards of a prepared model are in compiled graphs, where nothing can look at them."""
-        models = [model() for model in self._models]
+        models = [model() for model, _ in self._models]
         return any(getattr(model, "_compiled_call_impl", None) or hasattr(model, "_orig_mod") for model in models)
 
 

@@ -39,7 +39,7 @@ class OpenLoss:
         """What it is taken for until it is clear."""
         self.by_class = False
         """Whether the class of the model says it."""
-        self.told_undecided = False
+        self.warned_undecided = False
         self._trials = 0
         self._batches = 0
         self._sizes: set[tuple] = set()

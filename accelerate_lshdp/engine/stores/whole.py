@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from accelerate_lshdp.engine.module_state import is_noop_conversion
-from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.wire.buckets import fill_buckets
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
-from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 class _Bucket:
@@ -32,16 +31,15 @@ class _Bucket:
         self.filled: set[int] = set()  # indices of the parameters whose gradient is in the buffer in this backward
 
 
-class ReplicatedModel(PreparedModel):
-    """A model that is whole on every rank.
+class WholeStore(Store):
+    """Parameters that are whole on every rank.
 
     A gradient is scaled by 1/world when it enters its bucket and summed over ranks, so a gradient that is already the
     same on all ranks stays as it is: backward passes may be synchronised one by one or accumulated first.
 
     Args:
-        module: the model, on its device, identical on all ranks.
+        context: of the model, which is on its device, identical on all ranks.
         reduction: sums a buffer over all ranks.
-        clock: counts the time spent waiting.
         bucket_bytes: size of a bucket: small ones start earlier, large ones use the network better. None: chosen from
             the model's size and ``reducing_ranks``.
         reducing_ranks: number of ranks that sum a bucket.
@@ -51,25 +49,26 @@ class ReplicatedModel(PreparedModel):
 
     def __init__(
         self,
-        module: nn.Module,
+        context: StoreContext,
         reduction: GradientReduction | None,
-        clock: WaitClock,
         *,
         bucket_bytes: int | None,
         reducing_ranks: int,
     ) -> None:
-        super().__init__(module, clock)
+        super().__init__(context)
         self.world_size = reduction.group.size() if reduction is not None else 1
         # Losses carry their share of the global batch, and gradients get 1/world as they enter their bucket: together
         # that is the sum of the shares.
         self.loss_multiplier = float(self.world_size)
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = [p for p in context.module.parameters() if p.requires_grad]
         self._buckets = self._fill_buckets(bucket_bytes, reducing_ranks) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
-        self._reductions = OrderedReductions(reduction, clock, len(self._buckets)) if reduction is not None else None
+        self._reductions = (
+            OrderedReductions(reduction, context.clock, len(self._buckets)) if reduction is not None else None
+        )
         self._synchronise = False
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            context.attachments.add(parameter.register_post_accumulate_grad_hook(self._hook(index)))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -86,12 +85,12 @@ class ReplicatedModel(PreparedModel):
         reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
 
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            prepared = reference()
-            if prepared is None:
+            store = reference()
+            if store is None:
                 return
-            prepared.mark_used(index)
-            if prepared._synchronise:
-                prepared._fill(index, parameter)
+            store.context.mark_used(index)
+            if store._synchronise:
+                store._fill(index, parameter)
 
         return gradient_is_ready
 
@@ -125,10 +124,8 @@ class ReplicatedModel(PreparedModel):
                     "...) before prepare(), or work on a copy.deepcopy of it"
                 )
 
-    def begin_backward(self, synchronise: bool) -> None:
+    def begin(self, synchronise: bool) -> None:
         self._check_places()
-        self.forget_cleared()
-        self.in_backward, self.took_part = True, False
         self._synchronise = synchronise and self._reductions is not None
         # Before autograd: .grad are views of the buckets, which a reduction that was given up may still write to.
         if self._reductions is not None:
@@ -136,7 +133,7 @@ class ReplicatedModel(PreparedModel):
         for bucket in self._buckets:
             bucket.filled.clear()
 
-    def deliver_backward(self) -> None:
+    def deliver(self) -> None:
         if not self._synchronise:
             return
         # Parameters that this rank did not use: the buckets that wait for them are full then, and travel.
@@ -145,16 +142,15 @@ class ReplicatedModel(PreparedModel):
                 if index not in bucket.filled:
                     self._fill(index, self._parameters[index])
 
-    def finish_backward(self) -> None:
-        self.in_backward = False
+    def finish(self) -> None:
         if self._synchronise:
             self._synchronise = False
             self._reductions.finish()
 
-    def cancel_backward(self) -> None:
-        self.in_backward = self._synchronise = False
+    def cancel(self) -> None:
+        self._synchronise = False
 
-    def abandon_backward(self) -> None:
-        self.in_backward = self._synchronise = False
+    def abandon(self) -> None:
+        self._synchronise = False
         if self._reductions is not None:
             self._reductions.reset()

@@ -9,7 +9,6 @@ All collectives sum; the loss carries each rank's weight. So FSDP2 is told to di
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -22,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from accelerate_lshdp.engine.loading import follow_loading, require_same_names
+from accelerate_lshdp.engine.loading import require_same_names
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.policies import ShardingPolicies
-from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
@@ -34,42 +33,41 @@ from accelerate_lshdp.engine.stores.fsdp2.unsummed_gradients import ZeroGrad, dr
 from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups, reduce_unused_parameters
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
 from accelerate_lshdp.runtime.profiler_labels import label
-from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-class ShardedModel(PreparedModel):
-    """A model whose parameters are sharded by FSDP2.
+class Fsdp2Store(Store):
+    """Parameters that FSDP2 shards over ranks.
 
     Args:
-        module: the model in host memory or on its device, identical on all ranks; it is changed in place.
+        context: of the model, in host memory or on its device, identical on all ranks; it is changed in place.
         units: groups of modules that are gathered together (``choose_units``).
         policies: the resolved strategy.
         shard_group: the ranks that share one copy of the parameters.
         reduction: sums a shard's gradient over the nodes; None if no other rank holds this shard.
         device: where the forward runs.
-        clock: counts the time spent in communication.
         all_gather: gathers a unit's parameters from the shard group.
         reduce_scatter: sums a unit's gradients and scatters them over the shard group.
         prefetch: number of units gathered ahead on devices with streams.
     """
 
+    loads_together = True
     can_be_completed = False  # FSDP2 gathers and scatters a unit in the middle of autograd
 
     def __init__(
         self,
-        module: nn.Module,
+        context: StoreContext,
         units: Sequence[tuple[nn.Module, ...]],
         policies: ShardingPolicies,
         *,
         shard_group: dist.ProcessGroup,
         reduction: GradientReduction | None,
         device: torch.device,
-        clock: WaitClock,
         all_gather: AllGather,
         reduce_scatter: ReduceScatter,
         prefetch: int = 1,
     ) -> None:
-        super().__init__(module, clock)
+        super().__init__(context)
+        module = context.module
         self.policies = policies
         self.reduction = reduction
         self._device = device
@@ -80,14 +78,15 @@ class ShardedModel(PreparedModel):
             parameter.data = parameter.data.to(device)
         self._shard(module, units, prefetch, ignored)
         self._units = collect_units(module)
-        self._plain = PlainParameters([p for p in ignored if p.requires_grad], clock)
+        self._plain = PlainParameters([p for p in ignored if p.requires_grad], context.clock)
         self._parameters = [p for unit in self._units for p in unit.parameters] + self._plain.parameters
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._reductions = OrderedReductions(reduction, clock, len(self._units)) if reduction is not None else None
+        self._reductions = (
+            OrderedReductions(reduction, context.clock, len(self._units)) if reduction is not None else None
+        )
         self._configure(device, all_gather, reduce_scatter)
         refuse_double_backward(module)
         guard_methods(module)
-        follow_loading(self)
         # In the instance, so that other models of the same class keep torch's own.
         vars(module)["zero_grad"] = ZeroGrad(module)
         self._synchronise = False
@@ -122,6 +121,12 @@ class ShardedModel(PreparedModel):
             for group in param_groups(module):
                 gathered = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params]
                 yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
+        yield from self._plain.parameters
+
+    def close(self) -> bool:
+        # The module stays sharded, for its accelerator to take again. Whole parameters would need a collective, in a
+        # call that scripts make on one rank too, and as much memory on every rank as sharding has saved.
+        return False
 
     # Setting up
 
@@ -178,28 +183,20 @@ class ShardedModel(PreparedModel):
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
         first = len(self._parameters) - len(self._plain.parameters)
-        mark_used = self._marker()
         for index, parameter in enumerate(self._plain.parameters, first):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
+            parameter.register_post_accumulate_grad_hook(self._use_hook(index))
 
-    def _marker(self) -> Callable[[int], None]:
-        """`mark_used` for hooks of autograd: a cycle through one would never be collected."""
-        reference = weakref.ref(self)
-
-        def mark_used(index: int) -> None:
-            prepared = reference()
-            if prepared is not None:
-                prepared.mark_used(index)
-
-        return mark_used
+    def _use_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        # Of the state alone: a cycle through a hook of autograd would never be collected.
+        state, index = self.context.state, self.context.first + index
+        return lambda _: state.mark_used(index)
 
     def _usage_hook(self, unit: Unit):  # noqa: ANN202 - a closure for torch
         """Watches the gathered parameters, which exist from the first forward on, for gradients."""
         watched: set[int] = set()
-        mark_used = self._marker()
 
         def before_forward(module: nn.Module, args: tuple) -> None:
-            if not self.in_backward:
+            if not self.context.state.in_backward:
                 self._ran.add(id(module))  # without gradients too: reentrant checkpointing brings them in the backward
                 if torch.is_grad_enabled():
                     self._forwards[id(module)] += 1
@@ -209,20 +206,18 @@ class ShardedModel(PreparedModel):
                 whole = getattr(fsdp_param, "_unsharded_param", None)
                 if index not in watched and whole is not None and whole.requires_grad:
                     watched.add(index)
-                    whole.register_post_accumulate_grad_hook(lambda _, index=index: mark_used(index))
+                    whole.register_post_accumulate_grad_hook(self._use_hook(index))
 
         return before_forward
 
     # One backward
 
-    def begin_backward(self, synchronise: bool) -> None:
-        self.forget_cleared()
+    def begin(self, synchronise: bool) -> None:
         if self._reductions is not None and any(p.requires_grad for p in self._frozen):
             raise RuntimeError(
                 "found parameters unfrozen that were frozen when the model was prepared, so their gradients have no "
                 "place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible later, too"
             )
-        self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
         self._plain.begin()
         # Before autograd: reductions of a backward that failed may still write to .grad, whose memory they have.
@@ -293,7 +288,7 @@ class ShardedModel(PreparedModel):
             buffer[offset : offset + gradient.numel()].add_(gradient.to(buffer.device).reshape(-1))
         unit.local.clear()
 
-    def deliver_backward(self) -> None:
+    def deliver(self) -> None:
         if not self._synchronise or self._reductions is None:
             return
         # With several forwards FSDP2 has added all of them up in .grad by now: the node's sums travel as they are.
@@ -304,8 +299,7 @@ class ShardedModel(PreparedModel):
             self._substitutes[number] = self._make_substitute(self._units[number])
             self._reductions.ready(number, self._substitutes[number], self._units[number].shapes())
 
-    def finish_backward(self) -> None:
-        self.in_backward = False
+    def finish(self) -> None:
         # A collective of the world, at the same place on all ranks: after all of them have started all reductions.
         self._plain.finish(self._synchronise)
         # Over the world FSDP2's reduce-scatter has summed everything; nothing travels between replicas.
@@ -370,12 +364,10 @@ class ShardedModel(PreparedModel):
     def drop_unsummed(self, parameters: Collection[int] | None = None) -> None:
         for fsdp_param in self._unsummed(parameters):
             drop_unsummed(fsdp_param)
-        if not self.has_gradients():
-            self.local.clear()
 
     def _unsummed(self, among: Collection[int] | None = None) -> Iterator[FSDPParam]:
         """The parameters, among those with these ids, of which FSDP2 holds a gradient of this rank alone."""
-        if not (self.policies.strategy.is_world_sharded and self.local.held):
+        if not (self.policies.strategy.is_world_sharded and self.context.state.local.held):
             return
         for unit in self._units:
             for fsdp_param, parameter in zip(unit.fsdp_params, unit.parameters, strict=True):
@@ -393,7 +385,6 @@ class ShardedModel(PreparedModel):
 
     def before_step(self) -> None:
         with label("before_optimizer_step"):
-            super().before_step()
             self._drop_gathered()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
@@ -412,8 +403,7 @@ class ShardedModel(PreparedModel):
         for module in self._fsdp_modules():
             module.reshard()
 
-    def cancel_backward(self) -> None:
-        self.in_backward = False
+    def cancel(self) -> None:
         self._plain.cancel()
         if self._synchronise and any(unit.local for unit in self._units):
             for unit in self._units:
@@ -423,8 +413,8 @@ class ShardedModel(PreparedModel):
             self._give_back_final()
         self._synchronise = False
 
-    def abandon_backward(self) -> None:
-        self.in_backward = self._synchronise = self._holds_local = False
+    def abandon(self) -> None:
+        self._synchronise = self._holds_local = False
         self._plain.abandon()
         self._earlier.clear()
         self._substitutes.clear()
@@ -449,7 +439,7 @@ def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> N
     FSDP2 would go on with them in the next forward, whatever became of the shards meanwhile: optimizers that have
     other weights for evaluation, and averages of weights that are swapped in and out, change these in place.
     """
-    if not torch.is_grad_enabled() and PreparedModel.of(module) is not None:
+    if not torch.is_grad_enabled():
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

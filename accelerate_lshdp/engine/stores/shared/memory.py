@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,15 +58,19 @@ class NodeMemory:
 
     Args:
         memory: the mapping.
+        descriptor: of the memory; closed with this object.
         peers: connected sockets by local rank.
         local_rank: of this process on its node.
     """
 
-    def __init__(self, memory: mmap.mmap, peers: dict[int, socket.socket], local_rank: int) -> None:
+    def __init__(self, memory: mmap.mmap, descriptor: int, peers: dict[int, socket.socket], local_rank: int) -> None:
         self.local_rank = local_rank
         self.size = len(peers) + 1
         self.gone: set[int] = set()
         self._memory = memory
+        self._address = np.frombuffer(memory, dtype=np.uint8, count=1).ctypes.data
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
         self._peers = peers
         # Sockets that do not block: `wake_peers` must not wait for a peer that does not read, and what `poll` has
         # found may have been read meanwhile.
@@ -124,11 +129,21 @@ class NodeMemory:
 
     def tensor(self, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of the memory as a tensor; it keeps the memory alive."""
-        count = torch.Size(shape).numel()
-        # frombuffer refuses an empty view. All other tensors hold the mapping, which is undone with the last of them.
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)
+        return _view(self._memory, offset, shape, dtype)
+
+    def own_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous tensors in this memory, as ones that this rank has for itself; nothing is copied until it writes.
+
+        No rank may write to the memory from now on.
+        """
+        # Copy on write: all ranks of the node leave it together, and each would need memory for a whole model. The
+        # kernel copies the pages that a rank does write to.
+        private = mmap.mmap(self._descriptor, len(self._memory), access=mmap.ACCESS_COPY)
+        return [_view(private, t.data_ptr() - self._address, t.shape, t.dtype) for t in tensors]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this memory."""
+        return 0 <= tensor.data_ptr() - self._address < len(self._memory)
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """A view of the memory as an array."""
@@ -170,6 +185,14 @@ class NodeMemory:
         """Ends the connections; tensors keep the memory itself."""
         for end in (*self._peers.values(), self._bell, self._hears):
             end.close()
+
+
+def _view(memory: mmap.mmap, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    # frombuffer refuses an empty view. All other tensors hold the mapping, which is undone with the last of them.
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 #: The memories of this process that are in use.
@@ -239,12 +262,10 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
     except (OSError, ValueError, struct.error) as error:
         for peer in peers.values():
             peer.close()
-        raise NodeMemoryError(f"{type(error).__name__}: {error}") from error
-    finally:
-        # The mapping keeps the memory; without the descriptor nobody can map it again.
         if descriptor >= 0:
             os.close(descriptor)
-    return NodeMemory(memory, peers, local_rank)
+        raise NodeMemoryError(f"{type(error).__name__}: {error}") from error
+    return NodeMemory(memory, descriptor, peers, local_rank)
 
 
 def _user_of(peer: socket.socket) -> int:

@@ -11,17 +11,17 @@ parameters one by one.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_lshdp.engine.loading import follow_loading
 from accelerate_lshdp.engine.module_state import is_noop_conversion
-from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.shared.bucket import SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
@@ -34,19 +34,17 @@ from accelerate_lshdp.runtime.cpu_binding import one_rank_can_use_the_node
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.topology import Topology
-from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-class NodeSharedModel(PreparedModel):
-    """A model whose parameters and gradients lie in shared memory (collective to make).
+class SharedStore(Store):
+    """Parameters and gradients in memory that the ranks of a node share (collective to make).
 
     Args:
-        module: the model on the CPU, identical on all ranks; its parameters are moved.
+        context: of the model, which is on the CPU, identical on all ranks; its parameters are moved.
         topology: nodes and ranks; nodes may have different numbers of ranks.
         node_group: the ranks of this node.
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
             all ranks.
-        clock: counts the time spent waiting.
         bucket_bytes: bytes of a bucket of gradients; None: chosen from the model's size and ``reducing_ranks``.
         reducing_ranks: number of ranks, one a node, that sum a bucket between nodes.
         timeout_seconds: how long to wait for another rank of the node.
@@ -55,20 +53,21 @@ class NodeSharedModel(PreparedModel):
         NodeMemoryError: on all ranks, if the ranks of a node cannot share memory.
     """
 
+    loads_together = True
+
     def __init__(
         self,
-        module: nn.Module,
+        context: StoreContext,
         topology: Topology,
         node_group: dist.ProcessGroup,
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
-        clock: WaitClock,
         *,
         bucket_bytes: int | None,
         reducing_ranks: int,
         timeout_seconds: float,
     ) -> None:
-        super().__init__(module, clock)
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        super().__init__(context)
+        self._parameters = [p for p in context.module.parameters() if p.requires_grad]
         self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
@@ -81,8 +80,7 @@ class NodeSharedModel(PreparedModel):
         self._versions: dict[int, int] = {}  # what in-place changes of gradients count up
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
-        follow_loading(self)
+            context.attachments.add(parameter.register_post_accumulate_grad_hook(self._hook(index)))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -145,12 +143,17 @@ class NodeSharedModel(PreparedModel):
         )
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
+        self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
         node_ranks = topology.node_groups[topology.node]
         for index, parameter in enumerate(self._parameters):
             owner = node_ranks[buckets[self._bucket_of[index]].owner]
             parameter._lshdp_node_ownership = NodeOwnership(
                 index, owner, owner == topology.rank, node_group, self._reduction
             )
+
+    def close(self) -> bool:
+        self._reduction.close()
+        return True
 
     def _owns(self, index: int) -> bool:
         return NodeOwnership.of(self._parameters[index]).owned
@@ -159,17 +162,16 @@ class NodeSharedModel(PreparedModel):
         reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
 
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            prepared = reference()
-            if prepared is None:
+            store = reference()
+            if store is None:
                 return
-            prepared.mark_used(index)
-            if prepared.in_backward:
-                prepared._take(index, parameter)
+            store.context.mark_used(index)
+            if store.context.state.in_backward:
+                store._take(index, parameter)
 
         return gradient_is_ready
 
     def forward_begins(self) -> None:
-        super().forward_begins()
         if not torch.compiler.is_compiling():  # traced: the next backward checks
             self._watch.check()
 
@@ -179,10 +181,8 @@ class NodeSharedModel(PreparedModel):
 
     # One backward
 
-    def begin_backward(self, synchronise: bool) -> None:
-        self.forget_cleared()
+    def begin(self, synchronise: bool) -> None:
         self._watch.check()
-        self.in_backward, self.took_part = True, False
         self._synchronise = synchronise
         self._delivered.clear()
         for filled in self._filled:
@@ -241,11 +241,10 @@ class NodeSharedModel(PreparedModel):
             if self._synchronise and not all_of_them:
                 self._reduction.pace(number)
 
-    def deliver_backward(self) -> None:
+    def deliver(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
 
-    def finish_backward(self) -> None:
-        self.in_backward = False
+    def finish(self) -> None:
         # Owners add their earlier gradients when the sum over all nodes is there, before others may read the bucket.
         self._reduction.finish(self._synchronise, self._add_earlier)
         for index, parameter in enumerate(self._parameters):
@@ -262,15 +261,15 @@ class NodeSharedModel(PreparedModel):
             if index in self._earlier:
                 self._views[index].add_(self._earlier[index])
 
-    def cancel_backward(self) -> None:
-        self.in_backward = self._synchronise = False
+    def cancel(self) -> None:
+        self._synchronise = False
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
         if not self._holds_local:
             self._earlier.clear()
 
-    def abandon_backward(self) -> None:
-        self.in_backward = self._synchronise = self._holds_local = False
+    def abandon(self) -> None:
+        self._synchronise = self._holds_local = False
         self._reduction.abandon()
         self._gradients = [None] * len(self._parameters)
         self._earlier.clear()
@@ -288,7 +287,6 @@ class NodeSharedModel(PreparedModel):
 
     def before_step(self) -> None:
         """Waits until all ranks of the node are about to update their parameters (collective over the node)."""
-        super().before_step()
         # Counters of torch tell of in-place changes through .grad; clipping by the accelerator goes through .data,
         # which they do not count.
         for index, version in self._versions.items():
@@ -325,3 +323,17 @@ class NodeSharedModel(PreparedModel):
 
     def collective_begins(self) -> None:
         self._reduction.collective_begins()
+
+
+def _leave(memory: NodeMemory, parameters: Sequence[nn.Parameter]) -> None:
+    """Gives this rank parameters and gradients of its own, with the values that those in the node's memory have."""
+    for parameter in parameters:
+        vars(parameter).pop("_lshdp_node_ownership", None)
+    # The script may have put tensors of its own in their place.
+    moved = [p for p in parameters if memory.holds(p)]
+    reduced = [p for p in parameters if p.grad is not None and memory.holds(p.grad)]
+    own = iter(memory.own_copy([*(p.data for p in moved), *(p.grad for p in reduced)]))
+    for parameter in moved:
+        parameter.data = next(own)
+    for parameter in reduced:
+        parameter.grad = next(own)

@@ -1,0 +1,61 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`BackwardState`: how far the backward of a model is on this rank, and which parameters it has reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from accelerate_lshdp.engine.local_gradients import LocalGradients
+
+
+class BackwardState:
+    """What a model and its stores know of its backward on this rank.
+
+    Attributes:
+        in_backward: whether a backward was begun and not finished.
+        bypassed: whether autograd produced gradients outside of one.
+        took_part: whether autograd produced gradients for the model since the last one was begun.
+        local: the gradients that this rank holds alone.
+    """
+
+    def __init__(self) -> None:
+        self.in_backward = False
+        self.bypassed = False
+        self.took_part = False
+        self.local = LocalGradients()
+        self._used: set[int] = set()
+        self._reported = False
+
+    def mark_used(self, index: int) -> None:
+        """Takes note that autograd has produced a gradient for trainable parameter ``index`` on this rank."""
+        # Else it is a loss.backward() of the script; its gradients are of this rank alone, and `before_step` of the
+        # model refuses them.
+        if not self.in_backward:
+            self.bypassed = True
+        self.took_part = True
+        self._used.add(index)
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begins a backward.
+
+        Args:
+            parameters: all trainable ones.
+        """
+        # Gradients that the script has set to None since the last report are not used any more. Only after a report:
+        # before it, gradients that are still to be summed may be elsewhere than in .grad.
+        if self._reported:
+            self._used = {index for index in self._used if parameters[index].grad is not None}
+            self._reported = False
+        self.in_backward, self.took_part = True, False
+
+    def report(self, count: int) -> torch.Tensor:
+        """To which trainable parameters' gradients this rank has contributed: 0/1, shape (count,), float64."""
+        # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
+        usage = torch.zeros(count, dtype=torch.float64)
+        if self._used:
+            usage[sorted(self._used)] = 1
+        self._reported = True
+        return usage
