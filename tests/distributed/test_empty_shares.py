@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from exactness import full
@@ -38,6 +40,18 @@ def small_model() -> nn.Module:
         return nn.Sequential(*blocks, nn.Linear(FEATURES, 1)).double()
 
 
+class Scaled(nn.Module):
+    """A model with a parameter that is one number, which FSDP2 leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+        self.scale = nn.Parameter(torch.tensor(1.2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.scale
+
+
 def masked_mean(model: nn.Module, batch: dict, kind: str) -> torch.Tensor:
     losses = model(batch["x"])[..., 0].square()
     if kind == "logarithm":  # of the mean: -inf, and NaN in its backward, for a mask without an entry
@@ -53,11 +67,11 @@ def placing_of(strategy: str) -> dict:
     return {"strategy": "lsdp", "intra_node": "collectives"} if strategy == "collectives" else {"strategy": strategy}
 
 
-def train_on_masks(strategy: str, sizes: list, kind: str) -> dict:
+def train_on_masks(strategy: str, sizes: list, kind: str, make_model: Callable[[], nn.Module] = small_model) -> dict:
     plan = Plan.from_batch_sizes(sizes, **placing_of(strategy))
     plugin = LSDPPlugin(loss_weighting="tokens", token_counter=count_mask)
     accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=plugin)
-    model = small_model()
+    model = make_model()
     optimizer = make_optimizer(model, 1e-2, 0.0)
     loader = DataLoader(masked_samples(13), batch_size=2, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -70,8 +84,8 @@ def train_on_masks(strategy: str, sizes: list, kind: str) -> dict:
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
-def one_process() -> dict:
-    model, data = small_model(), masked_samples(13)
+def one_process(make_model: Callable[[], nn.Module] = small_model) -> dict:
+    model, data = make_model(), masked_samples(13)
     optimizer = make_optimizer(model, 1e-2, 0.0)
     for start in (0, 4, 8, 12):
         masked_mean(model, collate([data[index] for index in range(start, min(start + 4, 13))]), "mean").backward()
@@ -89,3 +103,8 @@ def test_a_mean_over_an_empty_mask_is_an_exact_zero(workers, strategy, nodes, si
     kind = "logarithm" if strategy in ("ddp", "lsdp") else "mean"
     for parameters in workers(2).run(train_on_masks, strategy, sizes, kind, nodes=nodes):
         assert relative_error(parameters, one_process()) <= 1e-12
+
+
+def test_a_single_number_gets_an_exact_zero_too(workers):
+    for parameters in workers(2).run(train_on_masks, "fsdp", [3, 1], "mean", Scaled, nodes=(2,)):
+        assert relative_error(parameters, one_process(Scaled)) <= 1e-12
