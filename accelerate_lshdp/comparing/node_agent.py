@@ -103,21 +103,22 @@ class NodeAgent:
         """
         ranks = self.place.ranks
         for kind, port in kinds.items():
-            places = [
-                RankPlace(
-                    rank_environment(
-                        rank,
-                        self.place.node_sizes,
-                        port=port,
-                        address=self.place.address,
-                        interface=self._interface,
-                        threads=threads or max(1, self.place.usable_cores // len(ranks)),
-                        on_gpu=self.place.on_gpu,
-                    )
-                )
-                for rank in ranks
-            ]
+            places = [RankPlace(self._environment(rank, port, threads)) for rank in ranks]
             self._ranks[kind] = self._stack.enter_context(RankProcesses(_COMMAND, places, ranks[0]))
+
+    def _environment(self, rank: int, port: int, threads: int | None) -> dict[str, str]:
+        environment = rank_environment(
+            rank,
+            self.place.node_sizes,
+            port=port,
+            address=self.place.address,
+            interface=self._interface,
+            threads=threads or max(1, self.place.usable_cores // len(self.place.ranks)),
+            on_gpu=self.place.on_gpu,
+        )
+        if self.place.on_gpu and len(self.place.node_sizes) > 1:
+            environment.setdefault("NCCL_SOCKET_IFNAME", self._interface)
+        return environment
 
     def call(self, *, kind: str, method: str, timeout: float, arguments: Mapping[str, Any]) -> list[Any]:
         """What a rank's method returned in the processes of a kind, in the order of this node's ranks."""
