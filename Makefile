@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
-CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs)
+CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs conftest.py)
 
 .PHONY: quickstart test test-slow test-versions quality style clean benchmark-planning benchmark-cluster
 

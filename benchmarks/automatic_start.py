@@ -31,10 +31,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from laboratory.emulated_cluster.cgroups import ControlGroup
 from limits import Limit, limits_table
 
 from accelerate_lshdp.documents.plan import Plan
-from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
 
 
 SCRIPTS = Path(__file__).with_name("automatic_start")

@@ -7,8 +7,9 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from accelerate_lshdp.benchmarking.rank_processes import RankProcesses
-from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
+from laboratory.emulated_cluster.cgroups import ControlGroup
+
+from accelerate_lshdp.comparing.rank_processes import RankProcesses
 
 
 CALL_SECONDS = 60.0

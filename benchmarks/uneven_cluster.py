@@ -29,13 +29,13 @@ from statistics import median
 from typing import Any
 
 from emulated_speeds import EmulatedSpeeds
+from laboratory.emulated_cluster.cgroups import ControlGroup
+from laboratory.speed_check import CheckedRank, speed_of
 from limits import Limit, limits_table
 from uneven_cluster_report import print_report
 
-from accelerate_lshdp.benchmarking.cases import equal_sizes
-from accelerate_lshdp.benchmarking.rank_processes import RankError, RankProcesses
-from accelerate_lshdp.benchmarking.speed_check import CheckedRank, speed_of
-from accelerate_lshdp.emulated_cluster.cgroups import ControlGroup
+from accelerate_lshdp.comparing.cases import equal_sizes
+from accelerate_lshdp.comparing.rank_processes import RankError, RankProcesses
 from accelerate_lshdp.planning import BatchSizes, PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling import Profile
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
+from laboratory.speed_check import CheckedRank, SpeedCheck
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.benchmarking.rank_processes import serve
-from accelerate_lshdp.benchmarking.speed_check import CheckedRank, SpeedCheck
 from accelerate_lshdp.cli.quickstart_data import DigitImages, load_digit_images
+from accelerate_lshdp.comparing.rank_processes import serve
 from accelerate_lshdp.profiling import Slowdown
 
 

@@ -173,9 +173,11 @@ def main() -> None:
     descriptor, rank, world_size, parent, stacks = sys.argv[1:]
     threading.Thread(target=watch_parent, args=(int(parent),), daemon=True).start()
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "a"), all_threads=True)
-    # Tests import helpers beside this file, and a few import each other.
+    # Tests import helpers beside this file, and a few import each other. Some import
+    # the laboratory of the benchmarks.
     here = Path(__file__).resolve().parent
-    sys.path[:0] = [str(here), *(str(folder) for folder in sorted(here.iterdir()) if any(folder.glob("test_*.py")))]
+    folders = [folder for folder in sorted(here.iterdir()) if any(folder.glob("test_*.py"))]
+    sys.path[:0] = map(str, [here, *folders, here.parent / "benchmarks"])
     torch.set_num_threads(1)
     # For loaders with multiprocessing_context="forkserver".
     multiprocessing.set_forkserver_preload(["torch.utils.data"])

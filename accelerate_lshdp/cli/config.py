@@ -120,8 +120,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags from which `make_layout` reads; `launch` shares them."""
+def add_layout_arguments(parser: argparse.ArgumentParser, *, with_precision: bool = True) -> None:
+    """Adds the flags from which `make_layout` reads; `launch` shares them.
+
+    Args:
+        parser: or a group of one.
+        with_precision: whether the command has a choice of mixed precision.
+    """
     parser.add_argument(
         "--nodes",
         type=parse_node_sizes,
@@ -143,7 +148,8 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help=f"port on node 0 (default: {DEFAULT_PORT})",
     )
-    parser.add_argument("--mixed-precision", "--mixed_precision", choices=MIXED_PRECISIONS, help="default: no")
+    if with_precision:
+        parser.add_argument("--mixed-precision", "--mixed_precision", choices=MIXED_PRECISIONS, help="default: no")
 
 
 def parse_node_sizes(text: str) -> tuple[int, ...]:
@@ -198,7 +204,7 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
         device,
         main_ip=arguments.main_ip or (None if cluster is None else cluster.nodes[0].address),
         main_port=arguments.main_port,
-        mixed_precision=arguments.mixed_precision or "no",
+        mixed_precision=getattr(arguments, "mixed_precision", None) or "no",
     )
 
 

@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         # Mistakes in the layout are found here: processes that have started would wait for each other until a timeout.
         config, config_file = read_launch_config(file, write_normalised)
-        if not config.use_cpu and _local_device() == "cpu":
+        if not config.use_cpu and local_device() == "cpu":
             raise ValueError(
                 f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
                 "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
@@ -171,7 +171,7 @@ def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
             )
         arguments.nodes = (ranks,)
     # Each node has a launcher of its own, and all of them must come to the same layout.
-    layout = make_layout(arguments, plan, default_device=_local_device())
+    layout = make_layout(arguments, plan, default_device=local_device())
     node = arguments.node_rank
     if node is None and layout.num_nodes > 1:
         raise ValueError(f"say with --node-rank which of the {layout.num_nodes} nodes this is, counted from 0")
@@ -208,7 +208,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _local_ranks(config: ClusterConfig) -> int:
+def local_ranks(config: ClusterConfig) -> int:
     """The number of processes that accelerate starts on this node."""
     return config.num_processes // config.num_machines
 
@@ -224,7 +224,7 @@ def _check_plan(plan: Plan | None, config: ClusterConfig, given: str) -> None:
     """
     if plan is None:
         return
-    here = _local_ranks(config)
+    here = local_ranks(config)
     node, nodes = config.machine_rank, config.num_machines
     # A configuration file knows this node's ranks only, so the world is compared where there is one node.
     if plan.cluster is not None:
@@ -259,10 +259,10 @@ def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: C
         os.environ["ACCELERATE_USE_CPU"] = "true"
     # accelerate's own choice is one thread a rank on GPU nodes, where a host optimizer needs more, and it fails where
     # the number of physical cores is not known.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // _local_ranks(config))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, node_cores() // local_ranks(config))))
 
 
-def _usable_cores() -> int:
+def node_cores() -> int:
     """The number of physical cores that this process may use, within its affinity and CPU quota."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
@@ -271,7 +271,7 @@ def _usable_cores() -> int:
     return usable_cores(allowed_cores(os.sched_getaffinity(0)), cpu_quota())
 
 
-def _local_device() -> str:
+def local_device() -> str:
     """The kind of device of this machine's ranks: "gpu" or "cpu"."""
     from accelerate_lshdp.runtime.backend import has_accelerator
 
@@ -280,7 +280,7 @@ def _local_device() -> str:
 
 def _local_devices(arguments: argparse.Namespace) -> int:
     """The number of ranks for this machine: one a GPU, or one rank with all CPUs."""
-    if arguments.device == "cpu" or _local_device() == "cpu":
+    if arguments.device == "cpu" or local_device() == "cpu":
         return 1
     import torch
 
@@ -289,7 +289,7 @@ def _local_devices(arguments: argparse.Namespace) -> int:
 
 def _print_launch(config: ClusterConfig, arguments: argparse.Namespace) -> None:
     place = f"node {config.machine_rank} of {config.num_machines}: " if config.num_machines > 1 else ""
-    count = _local_ranks(config)
+    count = local_ranks(config)
     device = "CPU" if config.use_cpu else "GPU"
     print(
         f"accelerate-lshdp launch: {place}{count} {device} {'process' if count == 1 else 'processes'},"

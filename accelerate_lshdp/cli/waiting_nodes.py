@@ -89,7 +89,12 @@ class Meeting:
 
 @contextmanager
 def report_waiting(
-    meeting: Meeting, is_over: Callable[[], bool], *, every: float = EVERY_SECONDS, stream: TextIO | None = None
+    meeting: Meeting,
+    is_over: Callable[[], bool],
+    *,
+    every: float = EVERY_SECONDS,
+    stream: TextIO | None = None,
+    command: str = "launch",
 ) -> Iterator[None]:
     """Prints a line every ``every`` seconds inside the block, until ``is_over`` returns true.
 
@@ -98,6 +103,7 @@ def report_waiting(
         is_over: returns whether all nodes have met.
         every: seconds between two lines.
         stream: where to print; None: stderr.
+        command: the subcommand that waits.
     """
     # A thread, as torch waits in one blocking call.
     left = threading.Event()
@@ -106,7 +112,7 @@ def report_waiting(
         began = time.monotonic()
         while not left.wait(every) and not is_over():
             line = meeting.describe(meeting.connected(), time.monotonic() - began)
-            print(f"accelerate-lshdp launch: {line}", file=stream or sys.stderr, flush=True)
+            print(f"accelerate-lshdp {command}: {line}", file=stream or sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="waits", daemon=True)
     thread.start()

@@ -377,8 +377,8 @@ def test_launch_prepares_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     started: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: started.append(argv) or 7)
-    monkeypatch.setattr(launch, "_usable_cores", lambda: 12)
-    monkeypatch.setattr(launch, "_local_device", lambda: "gpu")
+    monkeypatch.setattr(launch, "node_cores", lambda: 12)
+    monkeypatch.setattr(launch, "local_device", lambda: "gpu")
     for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
         monkeypatch.delenv(name, raising=False)
     Path("train.py").touch()
@@ -426,7 +426,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_automatic_launch_needs_no_plan(started, monkeypatch, capsys, device, flags, ranks, first_line) -> None:
     import torch
 
-    monkeypatch.setattr(launch, "_local_device", lambda: device)
+    monkeypatch.setattr(launch, "local_device", lambda: device)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     read: list[int] = []

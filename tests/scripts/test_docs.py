@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 from docs_pages import LANGUAGES, PAGES, REASONS, ROOT, Block, commands_in, name_of, read_blocks, run_page
+from laboratory.config import BenchmarkConfig
 from launching import base_environment
 
 from accelerate_lshdp import Plan
-from accelerate_lshdp.benchmarking.config import BenchmarkConfig
 from accelerate_lshdp.cli.main import make_parser
+from accelerate_lshdp.comparing.config import ComparisonConfig
 from accelerate_lshdp.estimation.cluster_file import load_cluster
 from accelerate_lshdp.shim import script
 
@@ -114,6 +115,8 @@ def test_yaml_files_are_read(block: Block, tmp_path):
     file.write_text(block.text, encoding="utf-8")
     if "clusters" in yaml.safe_load(block.text):
         assert BenchmarkConfig.load(file).models
+    elif "strategies" in yaml.safe_load(block.text):
+        assert ComparisonConfig.load(file).models
     else:
         assert load_cluster(file).nodes
 
@@ -159,7 +162,7 @@ def test_links_lead_somewhere(page: Path):
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert heading in [anchor(title) for title in headings], f"{page.name}: {target}"
     for name in re.findall(r"`(test_\w+\*?\.py)`", text):
-        assert list((ROOT / "tests").rglob(name)), name
+        assert [*(ROOT / "tests").rglob(name), *(ROOT / "benchmarks").rglob(name)], name
 
 
 def test_the_readme_needs_no_link_into_the_repository():
@@ -173,7 +176,7 @@ def test_named_files_exist(page: str):
     """In code style, from the root of the repository, of the package, or of a folder of tests; NAME stands for any."""
     text = (ROOT / page).read_text(encoding="utf-8")
     places = (ROOT, ROOT / "accelerate_lshdp", *(folder for folder in (ROOT / "tests").rglob("*") if folder.is_dir()))
-    places = (*places, ROOT / "tests")
+    places = (*places, ROOT / "tests", ROOT / "benchmarks", ROOT / "benchmarks" / "tests")
     for name in re.findall(r"`([\w./*-]+(?:/|\.(?:json|md|png|py|toml|txt|yaml)))`", text):
         made = "/" not in name and any(name in block.text for block in BLOCKS)  # such as lshdp_plan.json
         assert made or any(any(place.glob(name.replace("NAME", "*"))) for place in places), f"{page}: {name}"

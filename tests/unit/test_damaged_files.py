@@ -30,15 +30,17 @@ nodes:
 network: {rate: 1 Gb/s, delay: 0.2 ms}
 """
 BENCH = """\
-clusters:
-  uneven: {nodes: [{cpu: 0.9, ranks: 2, memory: 4 GiB}, {cpu: 0.6}]}
-networks: [1 Gb/s, {rate: 250 Mb/s, delay: 1 ms}]
 models: {small: {kind: vit, image_size: 32, hidden_size: 96, num_labels: 10}}
 total_batch_size: 12
 strategies: [torch_ddp, {strategy: hdp, batch_sizes: [6, 4, 2]}, {strategy: lshdp, batch_sizes: plan}, 'lshdp:bf16']
 rounds: 2
 profile_seconds: 6
 interleaved: true
+"""
+EMULATION = """\
+clusters:
+  uneven: {nodes: [{cpu: 0.9, ranks: 2, memory: 4 GiB}, {cpu: 0.6}]}
+networks: [1 Gb/s, {rate: 250 Mb/s, delay: 1 ms}]
 limits:
   - {name: wall, wall_seconds: 120}
   - {name: faster, ratio: [lshdp fp32, [torch_ddp], 1 Gb/s], at_most: 0.9}
@@ -50,7 +52,8 @@ CASES = {
     "verified plan": 250,
     "profile": 250,
     "cluster": 250,
-    "bench": 300,
+    "bench": 150,
+    "emulated bench": 150,
     "launch": 350,
 }
 
@@ -85,7 +88,8 @@ def document_of(kind: str, folder: Path) -> tuple[Any, Callable[[Any], str]]:
     if kind == "profile":
         return a_profile(), json_text
     shipped = (TESTS.parent / "accelerate_configs" / "cpu_2x2_node0.yaml").read_text()
-    return yaml.safe_load({"cluster": CLUSTER, "bench": BENCH, "launch": shipped}[kind]), yaml_text
+    texts = {"cluster": CLUSTER, "bench": BENCH, "emulated bench": EMULATION + BENCH, "launch": shipped}
+    return yaml.safe_load(texts[kind]), yaml_text
 
 
 def words_of(kind: str, file: Path) -> list[str]:
@@ -96,7 +100,8 @@ def words_of(kind: str, file: Path) -> list[str]:
         "verified plan": ["plan", "--verify", str(file)],
         "profile": ["plan", str(file), "--total", "12", "--no-yaml", "--no-picture", "--output", beside],
         "cluster": ["estimate", "--model", "gpt2", "--formats", "fp32", "--cluster", str(file)],
-        "bench": ["bench", str(file), "--output-dir", beside, "--in-process"],
+        "bench": ["bench", str(file), "--output-dir", beside, "--nodes", "3", "--cpu"],
+        "emulated bench": ["bench", str(file), "--output-dir", beside, "--in-process"],
         "launch": ["launch", "--config_file", str(file), "-m", "script"],
     }[kind]
 
@@ -113,7 +118,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr("accelerate_lshdp.cli.main.make_parser", _parser)
     monkeypatch.setattr("accelerate_lshdp.cli.launch._accelerate_launch", stop)
-    monkeypatch.setattr("accelerate_lshdp.benchmarking.results.run_benchmark", stop)
+    monkeypatch.setattr("accelerate_lshdp.cli.bench_nodes.compare_on_nodes", stop)
+    monkeypatch.setattr("laboratory.bench.run_benchmark", stop)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_measurement.measure_config", lambda *_, **__: measured)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_sources.load_config", lambda *_: None)
 

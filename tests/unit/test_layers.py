@@ -4,25 +4,28 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import accelerate_lshdp
 
 
 PACKAGE = Path(accelerate_lshdp.__file__).parent
+#: What emulates nodes: it lies beside the package in a checkout, and is not installed.
+LABORATORY = "laboratory"
 
 #: From the lowest to the highest; packages in one row do not know each other.
 LAYERS = (
     ("documents",),
     ("planning", "runtime"),
     ("data", "engine"),
-    ("checkpoint", "profiling", "estimation", "comparing"),
+    ("checkpoint", "profiling", "estimation"),
     ("accelerator",),
-    ("trainer",),
+    ("trainer", "comparing"),
     ("shim",),
-    ("run", "emulated_cluster"),
-    ("benchmarking",),
+    ("run",),
     ("cli",),
 )
 _LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -30,6 +33,14 @@ _LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in nam
 
 def imports() -> Iterator[tuple[str, str]]:
     """Each import of this package's modules by each other, also those for types alone: (importing, imported)."""
+    for name, module in all_imports():
+        package, _, rest = module.partition(".")
+        if package == PACKAGE.name and rest:
+            yield name, rest
+
+
+def all_imports() -> Iterator[tuple[str, str]]:
+    """Each import in this package's modules, of whatever: (importing, imported)."""
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -41,9 +52,7 @@ def imports() -> Iterator[tuple[str, str]]:
             else:
                 continue
             for module in found:
-                package, _, rest = module.partition(".")
-                if package == PACKAGE.name and rest:
-                    yield name, rest
+                yield name, module
 
 
 def _imported(module: str, name: str) -> str:
@@ -64,6 +73,25 @@ def test_imports_run_down() -> None:
         if importing != "__init__" and above != below and _LAYER_OF[above] <= _LAYER_OF[below]:
             up.append(f"{importing} imports {imported}")
     assert up == []
+
+
+def test_one_command_alone_imports_the_laboratory() -> None:
+    importing = {name for name, module in all_imports() if module.partition(".")[0] == LABORATORY}
+    assert importing == {"cli.bench"}
+
+
+def test_the_laboratory_is_not_installed() -> None:
+    """The wheel holds the folders that pyproject.toml includes."""
+    root = PACKAGE.parent
+    included = re.search(
+        r"\[tool\.setuptools\.packages\.find\]\ninclude = (\[.*\])", (root / "pyproject.toml").read_text()
+    )
+    patterns = ast.literal_eval(included[1])
+    folders = [path.name for path in root.iterdir() if path.is_dir() and "." not in path.name]
+    packages = [name for name in folders if any(fnmatch(name, pattern) for pattern in patterns)]
+    assert packages == [PACKAGE.name]
+    assert (root / "benchmarks" / LABORATORY / "emulated_cluster").is_dir()
+    assert not any({LABORATORY, "emulated_cluster"} & set(path.parts) for path in PACKAGE.rglob("*.py"))
 
 
 def test_no_modules_import_each_other() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from benchmark_results import FEW, MANY, NETWORKS, SPEEDS, make_case, make_failed_case, make_results
 
-from accelerate_lshdp.benchmarking.cases import Case
-from accelerate_lshdp.benchmarking.measurement import Measurement
+from accelerate_lshdp.comparing.cases import Case
+from accelerate_lshdp.comparing.measurement import Measurement
 from accelerate_lshdp.comparing.report import gallery, print_results, read_results, write_report, writing
 from accelerate_lshdp.comparing.report.comparison import (
     Group,

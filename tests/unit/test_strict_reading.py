@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from accelerate_lshdp.benchmarking.config import BenchmarkConfig, ConfigError
 from accelerate_lshdp.cli.launch_config import read_launch_config
 from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.comparing.config import ComparisonConfig, ConfigError
 from accelerate_lshdp.documents.cluster import ClusterDescription
 from accelerate_lshdp.documents.strict_reading import parse_yaml, read_yaml
 from accelerate_lshdp.documents.value_checks import PlanError
@@ -87,7 +87,7 @@ def test_every_reader_of_a_cluster_names_its_file(tmp_path: Path, text: str) -> 
     with pytest.raises(ValueError, match=r"a.yaml: .*(found|expected)"):
         ClusterDescription.load(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match=r"a.yaml: .*(found|expected)"):
-        BenchmarkConfig.load(tmp_path / "a.yaml")
+        ComparisonConfig.load(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(

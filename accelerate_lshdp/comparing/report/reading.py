@@ -157,7 +157,8 @@ def _read_case(document: object) -> Case:
         require_name(keys[name], name, "a name")
     require_integer(keys["parameters"], "parameters", least=0, most=_LARGEST_COUNT)  # 0: it failed before it was built
     require_integer(keys["total_batch_size"], "total_batch_size", least=1, most=_LARGEST_COUNT)
-    require_number(keys["bits_per_second"], "bits_per_second", positive=True)
+    if keys["bits_per_second"] is not None:  # of real nodes it is not known
+        require_number(keys["bits_per_second"], "bits_per_second", positive=True)
     require_boolean(keys["is_peer"], "is_peer")
     keys["nodes"] = _read_integers(keys["nodes"], "nodes", least=1)
     if keys["error"] is not None:

@@ -52,6 +52,7 @@ class Case:
     Figures are None where they were not measured. If `error` is set, the case failed and all of them are None.
 
     Args:
+        bits_per_second: of every node's link, as it was described; None: the nodes are real.
         label: the strategy and its format as people read it, ``lshdp int8``.
         is_peer: whether it uses plain PyTorch and nothing of accelerate_lshdp, for comparison.
         nodes: number of ranks of each node.
@@ -73,7 +74,7 @@ class Case:
     model: str
     parameters: int
     network: str
-    bits_per_second: float
+    bits_per_second: float | None
     strategy: str
     communication_dtype: str
     label: str

@@ -1,0 +1,49 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""How many bytes a node has to send to others in a step, by what the strategies do (docs and design, section 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate_lshdp.comparing.cases import Case
+from accelerate_lshdp.documents.collectives import collectives_of
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.planning.cost.cluster_model import ModelSize
+
+
+def formula_bytes(
+    case: Case, nodes: Sequence[int], size: ModelSize, micro_batches: int = 1, wire_bytes: float | None = None
+) -> list[float]:
+    """Bytes between nodes of one step, one number a node.
+
+    With N nodes and W ranks: a ring all-reduce of S bytes sends 2(W-1)/W * S from each node, an all-reduce of shards
+    2(N-1)/N * S; all-gather and reduce-scatter half of that. World-sharded strategies gather every unit once in the
+    forward and (but for ``zero2``) once in the backward, what is in no unit once, and reduce gradients once.
+
+    Args:
+        case: strategy and format.
+        nodes: ranks of each node.
+        size: of the model.
+        micro_batches: of each rank; only world-sharded strategies send more with more of them.
+        wire_bytes: of all gradients in the case's format; None: by a format whose size does not depend on the model.
+
+    Raises:
+        ValueError: the format's size depends on the model and `wire_bytes` is not given.
+    """
+    traits = strategy_traits(case.strategy)
+    if wire_bytes is None:
+        if WIRE_FORMATS[case.communication_dtype].wire_share is None:
+            raise ValueError(f"found format {case.communication_dtype} without wire_bytes, expected them")
+        wire_bytes = size.gradient_bytes * WIRE_FORMATS[case.communication_dtype].wire_share
+    collectives = collectives_of(traits, nodes, case.communication_dtype)
+    if len(nodes) == 1:
+        return [0.0]
+    if traits.shared_by is not SharedBy.WORLD:
+        return list(collectives.all_reduce(wire_bytes, nodes).sent_bytes)
+    forwards = 1 if traits.gathered is Gathered.EACH_STEP else micro_batches  # that gather
+    passes = 2 if traits.gathered is Gathered.EACH_PASS else 1
+    gathered = forwards * (passes * sum(size.unit_bytes) + size.root_bytes)
+    gather = collectives.gather(gathered, nodes).sent_bytes
+    reduce = collectives.reduce_scatter(wire_bytes, nodes).sent_bytes
+    return [sum(parts) for parts in zip(gather, reduce, strict=True)]

@@ -1,0 +1,158 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The YAML file of a benchmark on emulated nodes: that of a comparison, with clusters, networks and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accelerate_lshdp.comparing.config import ComparisonConfig, named_entries
+from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.value_checks import (
+    PlanError,
+    at_key,
+    describe,
+    require_choice,
+    require_list,
+    require_name,
+    require_number,
+    require_object,
+)
+from laboratory.limits import Deviation, Limit, Ratio, WallSeconds
+
+
+#: Figures of a case that limits may compare; the least is the best.
+COMPARED = ("step_seconds", "peak_pss_bytes", "peak_rank_bytes", "bytes_between_nodes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig(ComparisonConfig):
+    """A comparison on emulated nodes. Every strategy is trained on every network, cluster and model.
+
+    Args:
+        clusters: the nodes of each, by name.
+        networks: by the name that results have them under.
+        limits: what has to hold.
+
+    Raises:
+        ConfigError: the parts do not fit each other.
+    """
+
+    REQUIRED: ClassVar[tuple[str, ...]] = ("clusters", "networks", *ComparisonConfig.REQUIRED)
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("limits",)
+
+    clusters: Mapping[str, tuple[NodeDescription, ...]]
+    networks: Mapping[str, NetworkDescription]
+    limits: tuple[Limit, ...] = ()
+    # An emulated node has a part of a core for all of its ranks.
+    threads: int = 1
+
+    def _check(self) -> None:
+        super()._check()
+        for name, nodes in self.clusters.items():
+            self.check_nodes([node.ranks for node in nodes], name)
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        labels = [case.label for case in self.cases]
+        for index, limit in enumerate(self.limits):
+            if isinstance(limit.of, Ratio):
+                where = f"limits[{index}].ratio"
+                for label in (*limit.of.numerator, *limit.of.denominator):
+                    require_choice(label, where, labels)
+                require_choice(limit.of.network, where, list(self.networks))
+
+    @classmethod
+    def _read_sections(cls, sections: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **super()._read_sections(sections),
+            "clusters": {
+                name: _read_cluster(cluster, at_key("clusters", name))
+                for name, cluster in named_entries(sections["clusters"], "clusters")
+            },
+            "networks": _read_networks(sections["networks"]),
+            "limits": tuple(
+                _read_limit(entry, f"limits[{index}]")
+                for index, entry in enumerate(_optional_list(sections.get("limits"), "limits", "limit"))
+            ),
+        }
+
+
+def _optional_list(value: object, path: str, what: str) -> list[Any]:
+    return [] if value is None or value == [] else require_list(value, path, what)
+
+
+def _read_networks(value: object) -> dict[str, NetworkDescription]:
+    networks = {}
+    for index, entry in enumerate(require_list(value, "networks", "network")):
+        where = f"networks[{index}]"
+        section = {"rate": entry} if isinstance(entry, str) else entry
+        section = require_object(section, where, required=("rate",), optional=("delay",))
+        with _described(where):
+            network = ClusterDescription.from_dict({"nodes": [{"cpu": 1}], "network": section}).network
+        name = ", ".join(str(part) for part in section.values())
+        if name in networks:
+            raise PlanError(f'found "{name}" twice, expected it once. Remove one of them.', path=where)
+        networks[name] = network
+    return networks
+
+
+def _read_cluster(value: object, path: str) -> tuple[NodeDescription, ...]:
+    section = require_object(value, path, required=("nodes",))
+    with _described(path):
+        return ClusterDescription.from_dict({"nodes": section["nodes"], "network": {"rate": "1 Gb/s"}}).nodes
+
+
+def _read_limit(entry: object, path: str) -> Limit:
+    kinds = ("ratio", "error", "wall_seconds")
+    section = require_object(entry, path, required=("name",), optional=("figure", *kinds, "at_most"))
+    require_name(section["name"], f"{path}.name", "a name")
+    given = [kind for kind in kinds if kind in section]
+    if len(given) != 1:
+        raise PlanError(f"found {given or 'none'} of {', '.join(kinds)}, expected one of them.", path=path)
+    if "figure" in section and given != ["ratio"]:
+        raise PlanError('found "figure", which only a ratio has. Remove it.', path=path)
+    if given == ["wall_seconds"]:
+        require_number(section["wall_seconds"], f"{path}.wall_seconds", positive=True)
+        if "at_most" in section:
+            raise PlanError('found "at_most" beside wall_seconds, which is the limit itself. Remove it.', path=path)
+        return Limit(section["name"], WallSeconds(), section["wall_seconds"])
+    require_number(section.get("at_most"), f"{path}.at_most", positive=True)
+    if given == ["ratio"]:
+        return Limit(section["name"], _read_ratio(section, path), section["at_most"])
+    require_choice(section["error"], f"{path}.error", tuple(_DEVIATIONS))
+    return Limit(section["name"], _DEVIATIONS[section["error"]], section["at_most"])
+
+
+_DEVIATIONS = {
+    "prediction median": Deviation("predicted_seconds", "step_seconds", middle=True),
+    "prediction largest": Deviation("predicted_seconds", "step_seconds", middle=False),
+    "bytes largest": Deviation("bytes_between_nodes", "formula_bytes", middle=False),
+}
+
+
+def _read_ratio(section: Mapping[str, Any], path: str) -> Ratio:
+    parts = section["ratio"]
+    if not isinstance(parts, list) or len(parts) != 3:
+        raise PlanError(
+            f"found {describe(parts)}, expected [label, other label, network]; for the best of several, a list of"
+            " labels.",
+            path=f"{path}.ratio",
+        )
+    figure = section.get("figure", COMPARED[0])
+    require_choice(figure, f"{path}.figure", COMPARED)
+    labels = [tuple(part) if isinstance(part, list) else (part,) for part in parts[:2]]
+    return Ratio(labels[0], labels[1], parts[2], figure)
+
+
+@contextmanager
+def _described(path: str) -> Iterator[None]:
+    """Says where in the file a description of nodes or links is wrong."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(str(error), path=path) from None

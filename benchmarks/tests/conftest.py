@@ -1,0 +1,17 @@
+"""What only the tests of the benchmarks need; fixtures of all tests are in the conftest.py of the root."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def laboratory_for_programs(clean_process: None) -> None:
+    """Programs that a test starts find the laboratory, as the test does by pytest's configuration."""
+    # Not by monkeypatch: it would be undone after all other fixtures, and with it what tests change by it.
+    inherited = os.environ.get("PYTHONPATH")
+    folders = [str(Path(__file__).resolve().parents[1]), *([inherited] if inherited else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)

@@ -1,0 +1,64 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What FSDP2 takes beside computing and sending is counted for what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from laboratory import overheads
+
+
+def of_bytes_inside(nodes: list[list[int]]) -> tuple[float, list[tuple[str, int, int]]]:
+    """Where a gather takes 2 s and a reduction 5 s; also what was exchanged: its name, bytes and ranks."""
+    exchanged: list[tuple[str, int, int]] = []
+    real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
+    real_seconds = overheads._exchange_seconds
+
+    def noting(name: str) -> Callable[..., Any]:
+        def exchange(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+            exchanged.append((name, max(output.nbytes, given.nbytes), group.size()))
+            real[name](output, given, group=group)
+
+        return exchange
+
+    def pretended(work: Callable[[], object]) -> float:
+        assert real_seconds(work) > 0
+        return {"all_gather_into_tensor": 2.0, "reduce_scatter_tensor": 5.0}[exchanged[-1][0]]
+
+    overheads._exchange_seconds = pretended
+    try:
+        for name in real:
+            setattr(dist, name, noting(name))
+        return overheads.inside_seconds_per_byte(4000, nodes), sorted(set(exchanged))
+    finally:
+        overheads._exchange_seconds = real_seconds
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def test_a_byte_inside_a_node_costs_its_part_of_two_gathers_and_a_reduction(workers: Any) -> None:
+    # Two ranks take (2 + 2 + 5) / 3 seconds each and send 4000 bytes together.
+    for found, exchanged in workers(4).run(of_bytes_inside, [[0, 1], [2, 3]], timeout=60):
+        assert found == 2 * 3.0 / 4000
+        assert exchanged == [("all_gather_into_tensor", 4000, 2), ("reduce_scatter_tensor", 4000, 2)]
+
+
+def test_ranks_without_others_on_their_node_send_nothing_inside(workers: Any) -> None:
+    assert workers(4).run(of_bytes_inside, [[0], [1], [2], [3]], timeout=60) == [(0.0, [])] * 4
+
+
+def test_the_cost_of_an_exchange_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones do not count; of the others all do, however much some of them show."""
+    costs = iter([9.0] * 5 + [0.0, 0.0, 0.0, 8.0] * 10)
+    spent = [0.0]
+    monkeypatch.setattr(overheads.time, "process_time", lambda: spent[0])
+
+    def exchange() -> None:
+        spent[0] += next(costs)
+
+    assert overheads._exchange_seconds(exchange) == 2.0
+    assert next(costs, None) is None
