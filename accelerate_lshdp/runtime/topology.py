@@ -64,9 +64,9 @@ class Topology:
         return self.node_groups[self.node].index(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """The name of a rank in a message: its place on this node, if it is one of several there."""
-        here = self.node_groups[self.node]
-        return f"local rank {here.index(rank)} of this node" if rank in here and len(here) > 1 else f"rank {rank}"
+        """The name of a rank in a message, the same on all ranks: on a single node its place there."""
+        alone = len(self.node_sizes) == 1 and self.world_size > 1
+        return f"local rank {rank} of this node" if alone else f"rank {rank}"
 
     @property
     def is_uneven(self) -> bool:

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 import torch
 from exactness import full
+from strategy_cells import cells
 from test_batch_identity import BATCHES, CASE, Script, error_of, fetched_ahead
 from torch import nn
 from torch.nn.functional import softplus
@@ -20,7 +21,7 @@ from accelerate_lshdp.engine.prepared import PreparedModel
 
 
 PLACES = [("ddp", (1,)), ("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)), ("fsdp", (2,))]
-everywhere = pytest.mark.parametrize(("strategy", "nodes"), PLACES)
+everywhere = cells(*PLACES)
 
 
 # Windows of which a batch is left out
@@ -38,10 +39,10 @@ def leave_out_the_middle(strategy: str, on_one_rank: bool) -> None:
         raise RuntimeError(f"after {len(made)} steps: {error}") from error
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)))
 @pytest.mark.parametrize("on_one_rank", [False, True])
 def test_a_batch_left_out_in_the_middle_of_a_window_is_an_error_on_all_ranks(workers, strategy, nodes, on_one_rank):
-    errors = workers(2).run(leave_out_the_middle, strategy, on_one_rank, nodes=nodes, expect_failure=True)
+    errors = workers(sum(nodes)).run(leave_out_the_middle, strategy, on_one_rank, nodes=nodes, expect_failure=True)
     told = [None if error is None else error.message for error in errors]
     expected = ("in the middle of those", "not in step") if on_one_rank else ("in the middle of those",)
     assert all(message is not None and any(text in message for text in expected) for message in told), told

@@ -252,7 +252,8 @@ def with_batch_norm(sizes: list) -> None:
 @pytest.mark.parametrize("sizes", [[3, 1], [(2, 2), (2, 2)]])
 def test_batch_norm_under_unequal_batches(workers, sizes):
     errors = workers(2).run(with_batch_norm, sizes, nodes=(1, 1), timeout=TIMEOUT_SECONDS, expect_failure=True)
-    same_error(errors, "batch normalisation (1", "Replace it", "LSDPPlugin(batch_norm='local')")
+    advice = ("LSDPPlugin(batch_norm='local')", "LSDP_BATCH_NORM=local")
+    same_error(errors, "batch normalisation (1", "Replace it", *advice)
 
 
 def train_in_eval_mode(strategy: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import full
+from strategy_cells import CELLS, cell_id, cells, gathers
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 from training_cases import CASES, collate, make_optimizer, reference_run, relative_error
@@ -25,9 +26,6 @@ CASE = CASES["vit"]
 #: Six global batches of six samples, the last one short.
 BATCHES = [list(range(start, min(start + 6, 33))) for start in range(0, 33, 6)]
 SIZES = {2: (4, 2), 3: (3, 2, 1), 4: (2, 2, 1, 1)}
-NODES = ((1, 1), (2,), (1, 2), (2, 2))
-STRATEGIES = ("ddp", "lsdp", "collectives", "fsdp")
-CELLS = [(strategy, nodes) for nodes in NODES for strategy in STRATEGIES]
 
 
 def plan_of(strategy: str, sizes: tuple[int, ...] | None) -> Plan:
@@ -240,28 +238,45 @@ def error_of(name: str, strategy: str) -> float:
     return relative_error(script.parameters, expected.parameters)
 
 
-def cells(patterns: tuple) -> list[Any]:
-    """Every pattern in every cell; two a pattern, and each cell at least once, in the default suite."""
-    default = {(number, (2 * number + offset) % len(CELLS)) for number in range(len(patterns)) for offset in (0, 5)}
-    missing = set(range(len(CELLS))) - {cell for _, cell in default}
-    default |= {(cell % len(patterns), cell) for cell in missing}
+def patterns_in_cells() -> list[Any]:
+    """Every pattern in every cell; two a pattern, and each cell at least once, in the default suite.
+
+    One of the two has more than two ranks: only there has a rank another share of the last, short batch.
+    """
+    default = {(number, cell) for number in range(len(PATTERNS)) for cell in (number % 8, 8 + (number + 5) % 8)}
+    assert {cell for _, cell in default} == set(range(len(CELLS)))
     return [
         pytest.param(
             pattern.__name__,
-            strategy,
-            nodes,
-            id=f"{pattern.__name__}-{strategy}-{'+'.join(map(str, nodes))}",
+            *place,
+            id=f"{pattern.__name__}-{cell_id(*place)}",
             marks=[] if (number, cell) in default else [pytest.mark.slow],
         )
-        for number, pattern in enumerate(patterns)
-        for cell, (strategy, nodes) in enumerate(CELLS)
+        for number, pattern in enumerate(PATTERNS)
+        for cell, place in enumerate(CELLS)
     ]
 
 
-@pytest.mark.parametrize(("name", "strategy", "nodes"), cells(PATTERNS))
+@pytest.mark.parametrize(("name", "strategy", "nodes"), patterns_in_cells())
 def test_a_batch_keeps_its_place(workers, name, strategy, nodes):
     for error in workers(sum(nodes)).run(error_of, name, strategy, nodes=nodes):
         assert error <= 1e-12
+
+
+def skip_to_the_last_window(strategy: str) -> tuple[dict, int]:
+    """It has two batches, the others four: the place of a batch that was skipped ends no window."""
+    script = Script(strategy, accumulation=4)
+    for step, batch in enumerate(script.loader):
+        if step >= 4:
+            script.train_on(batch)
+    return script.parameters, script.accelerator.completed_steps
+
+
+@cells(("ddp", (1, 1)), ("lsdp", (1, 2)))
+def test_the_last_window_is_stepped_though_the_others_were_skipped(workers, strategy, nodes):
+    expected = summed_losses([BATCHES[4:]], accumulation=4)
+    for parameters, steps in workers(sum(nodes)).run(skip_to_the_last_window, strategy, nodes=nodes):
+        assert steps == 1 and relative_error(parameters, expected) <= 1e-12
 
 
 # Two loaders in one loss
@@ -278,29 +293,34 @@ def train_two_loaders(strategy: str, equal: bool, second: tuple[int, int], round
     return script.parameters
 
 
-def reference_of_two_loaders(pairs: list[tuple[list[int], list[int]]]) -> dict:
+def summed_losses(steps: list[list[list[int]]], accumulation: int = 1) -> dict:
+    """Each step is made with the sum of the losses of some batches."""
     model, dataset = CASE.model().double(), CASE.dataset(33, torch.float64)
     optimizer = make_optimizer(model, 1e-2, 0.0)
-    for indices in pairs:
-        loss = sum(CASE.loss(model, collate([dataset[index] for index in part])) for part in indices)
-        loss.backward()
+    for batches in steps:
+        loss = sum(CASE.loss(model, collate([dataset[index] for index in batch])) for batch in batches)
+        (loss / accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)))
 def test_two_loaders_of_different_batch_size_in_one_loss_are_exact(workers, strategy, nodes):
-    """Ranks read 3 of 6 samples of one and 5 of 10 of the other: both shares are a half."""
-    pairs = [(BATCHES[0], list(range(10))), (BATCHES[1], list(range(10, 20)))]
-    for parameters in workers(2).run(train_two_loaders, strategy, True, (5, 20), 2, nodes=nodes):
-        assert relative_error(parameters, reference_of_two_loaders(pairs)) <= 1e-12
+    """All ranks have the same share of both: 6 // ranks samples of one, 4 of the other."""
+    ranks = sum(nodes)
+    steps = [
+        [list(range(step * size * ranks, (step + 1) * size * ranks)) for size in (6 // ranks, 4)] for step in (0, 1)
+    ]
+    for parameters in workers(ranks).run(train_two_loaders, strategy, True, (4, 8 * ranks), 2, nodes=nodes):
+        assert relative_error(parameters, summed_losses(steps)) <= 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
-def test_two_loaders_with_other_shares_on_one_rank_are_refused_on_all(workers, strategy):
-    """The last batches, of 3 and 1 samples, are 2 + 1 and 1 + 0."""
-    errors = workers(2).run(train_two_loaders, strategy, False, (3, 31), 6, expect_failure=True, nodes=(2,))
+@cells(("ddp", (2,)), ("lsdp", (2,)))
+def test_two_loaders_with_other_shares_on_one_rank_are_refused_on_all(workers, strategy, nodes):
+    """The last batches, of 3 samples and of 1, are 2 + 1 and 1 + 0 on two ranks."""
+    arguments = (train_two_loaders, strategy, False, (6 // sum(nodes), 31), 6)
+    errors = workers(sum(nodes)).run(*arguments, expect_failure=True, nodes=nodes)
     assert len({error.message for error in errors}) == 1 and "count differently" in errors[0].message
 
 
@@ -352,13 +372,13 @@ def keep_a_copied_batch_on_one_rank(strategy: str) -> None:
             script.train_on(batch, copied=True)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+@cells(("ddp", (2,)), ("lsdp", (2,)))
 @pytest.mark.parametrize(
     "train",
     [train_copies_of_kept_batches, train_copies_of_batches_fetched_ahead, keep_a_copied_batch_on_one_rank],
 )
-def test_a_batch_that_cannot_be_told_from_others_is_an_error_on_all_ranks(workers, strategy, train):
-    errors = workers(2).run(train, strategy, expect_failure=True, nodes=(2,))
+def test_a_batch_that_cannot_be_told_from_others_is_an_error_on_all_ranks(workers, strategy, nodes, train):
+    errors = workers(sum(nodes)).run(train, strategy, expect_failure=True, nodes=nodes)
     expected = ["of which batch the loss is"]
     if train is keep_a_copied_batch_on_one_rank:
         expected.append("not in step")  # found before by what ranks tell each other of a loss, where they do
@@ -372,9 +392,9 @@ def begin_inside_a_window(strategy: str) -> None:
             script.train_on(batch)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
-def test_leaving_out_the_start_of_an_accumulation_window_is_an_error_on_all_ranks(workers, strategy):
-    errors = workers(2).run(begin_inside_a_window, strategy, expect_failure=True, nodes=(2,))
+@cells(("ddp", (2,)), ("lsdp", (2, 2)))
+def test_leaving_out_the_start_of_an_accumulation_window_is_an_error_on_all_ranks(workers, strategy, nodes):
+    errors = workers(sum(nodes)).run(begin_inside_a_window, strategy, expect_failure=True, nodes=nodes)
     assert len({error.message for error in errors}) == 1 and "in the middle of the batches" in errors[0].message
 
 
@@ -487,16 +507,20 @@ def leave_out_a_model(strategy: str, on_rank: int) -> tuple[dict, dict]:
     return script.parameters, {name: full(parameter) for name, parameter in scale.named_parameters()}
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1))])
+WHOLE_HERE = [cell for cell in CELLS if not gathers(*cell)]
+GATHERING = [cell for cell in CELLS if gathers(*cell)]
+#: What part of a batch of six samples, and of one of three, the ranks but the first have, by number of ranks.
+SHARES_OF_THE_OTHERS = {2: {6: 1 / 3, 3: 1 / 3}, 3: {6: 1 / 2, 3: 1 / 3}, 4: {6: 2 / 3, 3: 2 / 3}}
+
+
+@cells(("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)), among=WHOLE_HERE)
 def test_a_model_that_one_rank_leaves_out_of_its_loss_gets_the_gradient_of_the_others(workers, strategy, nodes):
     torch.manual_seed(1)
     scale = nn.Linear(1, 1, dtype=torch.float64)
-    for batch in BATCHES:  # rank 1 has two of six samples, one of the three last
-        share = 1 / 3
-        assert len(batch) in (6, 3)
+    for batch in BATCHES:
         for parameter in scale.parameters():
-            parameter.data -= 0.1 * share
-    for parameters, scaled in workers(2).run(leave_out_a_model, strategy, 0, nodes=nodes):
+            parameter.data -= 0.1 * SHARES_OF_THE_OTHERS[sum(nodes)][len(batch)]
+    for parameters, scaled in workers(sum(nodes)).run(leave_out_a_model, strategy, 0, nodes=nodes):
         assert relative_error(parameters, plain(BATCHES)) <= 1e-12
         assert relative_error(scaled, dict(scale.named_parameters())) <= 1e-12
 
@@ -518,13 +542,13 @@ def leave_out_a_shared_model(strategy: str, under_no_sync: bool) -> None:
             each.zero_grad()
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("fsdp", (2,)), ("zero2", (1, 1)), ("collectives", (2,))])
+@cells(("fsdp", (2,)), ("zero2", (1, 1)), ("collectives", (2,)), among=GATHERING)
 def test_leaving_out_a_model_that_ranks_share_is_an_error_on_all_before_the_backward(workers, strategy, nodes):
-    errors = workers(2).run(leave_out_a_shared_model, strategy, False, nodes=nodes, expect_failure=True)
+    errors = workers(sum(nodes)).run(leave_out_a_shared_model, strategy, False, nodes=nodes, expect_failure=True)
     assert len({error.message for error in errors}) == 1 and "losses of different models" in errors[0].message
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)), among=WHOLE_HERE)
 def test_a_model_that_one_rank_has_under_no_sync_is_an_error_on_all(workers, strategy, nodes):
-    errors = workers(2).run(leave_out_a_shared_model, strategy, True, nodes=nodes, expect_failure=True)
+    errors = workers(sum(nodes)).run(leave_out_a_shared_model, strategy, True, nodes=nodes, expect_failure=True)
     assert len({error.message for error in errors}) == 1 and "under no_sync only" in errors[0].message

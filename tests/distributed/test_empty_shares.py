@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from exactness import full
+from strategy_cells import SIZES_OF_4, cells
 from torch import nn
 from torch.utils.data import DataLoader
 from training_cases import Samples, collate, make_optimizer, relative_error
@@ -97,11 +98,19 @@ def one_process(make_model: Callable[[], nn.Module] = small_model) -> dict:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [[3, 1], [(1, 2), (1, 2)]], ids=["plain", "accumulated"])
+@cells(*PLACES)
+def test_a_mean_over_an_empty_mask_is_an_exact_zero(workers, strategy, nodes):
+    check_against_one_process(workers(sum(nodes)), strategy, nodes, SIZES_OF_4[sum(nodes)])
+
+
 @pytest.mark.parametrize(("strategy", "nodes"), PLACES)
-def test_a_mean_over_an_empty_mask_is_an_exact_zero(workers, strategy, nodes, sizes):
+def test_a_mean_over_an_empty_mask_is_an_exact_zero_among_accumulated_ones(workers, strategy, nodes):
+    check_against_one_process(workers(2), strategy, nodes, [(1, 2), (1, 2)])
+
+
+def check_against_one_process(pool, strategy: str, nodes: tuple[int, ...], sizes: list) -> None:
     kind = "logarithm" if strategy in ("ddp", "lsdp") else "mean"
-    for parameters in workers(2).run(train_on_masks, strategy, sizes, kind, nodes=nodes):
+    for parameters in pool.run(train_on_masks, strategy, sizes, kind, nodes=nodes):
         assert relative_error(parameters, one_process()) <= 1e-12
 
 

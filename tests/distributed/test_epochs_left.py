@@ -10,7 +10,8 @@ import pytest
 import torch
 from accelerate.utils import set_seed
 from exactness import full
-from test_batch_identity import CASE, plan_of
+from strategy_cells import cells
+from test_batch_identity import CASE, SIZES, plan_of
 from torch.utils.data import DataLoader
 from training_cases import collate, make_optimizer, relative_error
 
@@ -25,7 +26,7 @@ class Training:
 
     def __init__(self, strategy: str, *, accumulation: int = 1, generator: bool = False) -> None:
         set_seed(5)
-        sizes = (4, 2) if os.environ["WORLD_SIZE"] == "2" else (6,)
+        sizes = SIZES.get(int(os.environ["WORLD_SIZE"]), (TOTAL,))
         self.accelerator = LSHDPAccelerator(plan=plan_of(strategy, sizes), gradient_accumulation_steps=accumulation)
         model = CASE.model().double()
         data = [{**sample, "index": torch.tensor(i)} for i, sample in enumerate(CASE.dataset(SAMPLES, torch.float64))]
@@ -66,9 +67,9 @@ def leave_every_epoch(strategy: str, generator: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("generator", [False, True])
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)))
 def test_each_epoch_that_is_left_is_followed_by_one_with_a_new_order(workers, strategy, nodes, generator):
-    for epochs in workers(2).run(leave_every_epoch, strategy, generator, nodes=nodes):
+    for epochs in workers(sum(nodes)).run(leave_every_epoch, strategy, generator, nodes=nodes):
         assert all(len(set(epoch)) == 12 for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == 10
         assert len({sample for epoch in epochs for sample in epoch}) > 30
@@ -108,9 +109,9 @@ def resumed(strategy: str, generator: bool, folder: str, count: int | None) -> t
 @pytest.mark.parametrize(
     ("generator", "peek", "count"), [(False, False, None), (True, False, None), (False, True, None), (True, True, 2)]
 )
-@pytest.mark.parametrize(("strategy", "nodes"), [pytest.param("ddp", (1, 1), marks=pytest.mark.slow), ("lsdp", (2,))])
+@cells(("lsdp", (2,)))
 def test_a_run_that_stops_by_break_resumes_in_mid_epoch(workers, tmp_path, strategy, nodes, generator, peek, count):
-    pool, folder = workers(2), str(tmp_path / "state")
+    pool, folder = workers(sum(nodes)), str(tmp_path / "state")
     whole = pool.run(uninterrupted, strategy, generator, nodes=nodes)
     first = pool.run(interrupted, strategy, generator, folder, peek, nodes=nodes)
     rest = pool.run(resumed, strategy, generator, folder, count, nodes=nodes)
@@ -143,8 +144,8 @@ def test_a_plain_pass_after_load_state_starts_the_epoch_over(workers, tmp_path):
         assert relative_error(result, parameters) == 0
 
 
-def fetch_ahead_and_save(folder: str, save_at: int) -> tuple[list[int], list[int]]:
-    training = Training("lsdp")
+def fetch_ahead_and_save(strategy: str, folder: str, save_at: int) -> tuple[list[int], list[int]]:
+    training = Training(strategy)
     batches = iter(training.loader)
     current, step, saved = next(batches), 0, 0
     while current is not None:
@@ -157,15 +158,23 @@ def fetch_ahead_and_save(folder: str, save_at: int) -> tuple[list[int], list[int
     return training.samples[:saved], training.samples[saved:]
 
 
-@pytest.mark.parametrize("save_at", [0, 2, 4])
-def test_a_script_that_fetches_ahead_loses_no_batch_when_it_resumes(workers, tmp_path, save_at):
-    pool, folder = workers(2), str(tmp_path / "state")
-    runs = pool.run(fetch_ahead_and_save, folder, save_at, nodes=(2,))
+def check_that_nothing_is_lost(pool, folder: str, strategy: str, nodes: tuple[int, ...], save_at: int) -> None:
+    runs = pool.run(fetch_ahead_and_save, strategy, folder, save_at, nodes=nodes)
     for (before, after), (samples, _) in zip(
-        runs, pool.run(resumed, "lsdp", False, folder, None, nodes=(2,)), strict=True
+        runs, pool.run(resumed, strategy, False, folder, None, nodes=nodes), strict=True
     ):
         assert len(before) == save_at * TOTAL
         assert samples[: len(after)] == after and len(samples) == len(after) + SAMPLES
+
+
+@pytest.mark.parametrize("save_at", [0, 2, 4])
+def test_a_script_that_fetches_ahead_loses_no_batch_when_it_resumes(workers, tmp_path, save_at):
+    check_that_nothing_is_lost(workers(2), str(tmp_path / "state"), "lsdp", (2,), save_at)
+
+
+@cells(("ddp", (1, 2)))
+def test_so_it_is_everywhere(workers, tmp_path, strategy, nodes):
+    check_that_nothing_is_lost(workers(sum(nodes)), str(tmp_path / "state"), strategy, nodes, 2)
 
 
 def fetch_ahead_over_epochs(folder: str, saves_at: int, generator: bool) -> tuple[list[tuple[int, int]], list[int]]:
@@ -281,9 +290,9 @@ def resume_after_a_window(strategy: str, folder: str) -> list[int]:
     return training.samples
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)), ("collectives", (1, 1)))
 def test_gradients_of_a_loop_left_inside_a_window_are_not_lost_silently(workers, tmp_path, strategy, nodes):
-    pool, folder = workers(2), str(tmp_path / "state")
+    pool, folder = workers(sum(nodes)), str(tmp_path / "state")
     errors = pool.run(save_inside_a_window, strategy, folder, False, nodes=nodes, expect_failure=True)
     assert len({error.message for error in errors}) == 1 and "between backward and" in errors[0].message
     assert not Path(folder).exists()
@@ -303,9 +312,10 @@ def save_before_the_step(strategy: str, folder: str) -> None:
         training.optimizer.step()
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,))])
+@cells(("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)))
 def test_saving_between_backward_and_step_is_refused(workers, tmp_path, strategy, nodes):
-    errors = workers(2).run(save_before_the_step, strategy, str(tmp_path / "s"), nodes=nodes, expect_failure=True)
+    arguments = (save_before_the_step, strategy, str(tmp_path / "s"))
+    errors = workers(sum(nodes)).run(*arguments, nodes=nodes, expect_failure=True)
     assert len({error.message for error in errors}) == 1 and "between backward and" in errors[0].message
 
 

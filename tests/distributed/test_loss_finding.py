@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exactness import full
+from strategy_cells import SIZES_OF_4, cells
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -200,7 +201,8 @@ def test_accumulated_global_batches_count_as_in_one_process(workers, sizes):
 
 def train_by_recipe(strategy: str, steps: int) -> tuple[dict, dict]:
     """As in accelerate's example of accumulation for language models: the script counts, and undoes what divides."""
-    plan = Plan.from_batch_sizes([3, 1], **placing_of(strategy))
+    ranks = LSHDPAccelerator(plan=Plan.equal(strategy="ddp")).num_processes
+    plan = Plan.from_batch_sizes(SIZES_OF_4[ranks], **placing_of(strategy))
     accelerator = LSHDPAccelerator(plan=plan, gradient_accumulation_steps=steps)
     model = make_tagger("shifted")
     optimizer = make_optimizer(model, 1e-2, 0.0)
@@ -222,8 +224,9 @@ def train_by_recipe(strategy: str, steps: int) -> tuple[dict, dict]:
     return {name: full(parameter) for name, parameter in model.named_parameters()}, found
 
 
-@pytest.mark.parametrize(("strategy", "nodes", "steps"), [("ddp", (1, 1), 1), ("lsdp", (2,), 2), ("fsdp", (2,), 2)])
-def test_losses_divided_by_all_labels_are_not_weighted_again(workers, strategy, nodes, steps):
+@cells(("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)))
+def test_losses_divided_by_all_labels_are_not_weighted_again(workers, strategy, nodes):
+    steps = 1 if nodes == (1, 1) else 2
     model, data = make_tagger("shifted"), tagged_rows(16)
     optimizer = make_optimizer(model, 1e-2, 0.0)
     for start in range(0, 16, 4 * steps):
@@ -232,7 +235,7 @@ def test_losses_divided_by_all_labels_are_not_weighted_again(workers, strategy, 
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for parameters, found in workers(2).run(train_by_recipe, strategy, steps, nodes=nodes):
+    for parameters, found in workers(sum(nodes)).run(train_by_recipe, strategy, steps, nodes=nodes):
         assert found == {"loss 0": "GLOBAL"}
         assert relative_error(parameters, expected) <= 1e-12
 
@@ -340,13 +343,13 @@ TRANSFORMERS = {
 
 
 def train_transformers(
-    name: str, weighting: str | None, dtype: torch.dtype = torch.float64
+    name: str, weighting: str | None, dtype: torch.dtype = torch.float64, strategy: str = "ddp"
 ) -> tuple[dict, str | None, list]:
     """One step, on unequal parts of a batch."""
     model, batch = tiny_model(name)
     rows = [{key: values[index] for key, values in batch.items()} for index in range(8)]
     accelerator = LSHDPAccelerator(
-        plan=Plan.from_batch_sizes([6, 2], strategy="ddp"), lsdp_plugin=LSDPPlugin(loss_weighting=weighting)
+        plan=Plan.from_batch_sizes([6, 2], strategy=strategy), lsdp_plugin=LSDPPlugin(loss_weighting=weighting)
     )
     loader = DataLoader(rows, batch_size=4, collate_fn=collate)
     model, _, loader = accelerator.prepare(model.to(dtype), torch.optim.SGD(model.parameters(), 0.1), loader)
@@ -378,7 +381,9 @@ def test_models_of_transformers_count_as_in_one_process(workers, name, weighting
     turn_dropout_off(model.double())
     model(**batch).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for gradients, found, _ in workers(2).run(train_transformers, name, weighting, nodes=(1, 1)):
+    strategy, nodes = ("ddp", (1, 1)) if weighting is None else ("lsdp", (2,))
+    arguments = (train_transformers, name, weighting, torch.float64, strategy)
+    for gradients, found, _ in workers(2).run(*arguments, nodes=nodes):
         # One label a sample fits means over both.
         assert found == TRANSFORMERS[name] or (found is None and name == "BertForSequenceClassification")
         assert relative_error(gradients, expected) <= 1e-6  # transformers computes losses in fp32

@@ -12,6 +12,7 @@ from accelerate import DistributedDataParallelKwargs
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType
 from exactness import full, prepared
+from strategy_cells import SIZES_OF_4, cells
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
@@ -41,9 +42,14 @@ def samples(indices) -> dict:
 # model.no_sync()
 
 
-def accumulate_by_hand(strategy: str, intra_node: str) -> tuple[dict, list[str], list]:
-    plan = Plan.from_batch_sizes([3, 1], strategy=strategy, intra_node=intra_node)
-    accelerator, model, optimizer, loader = start(plan)
+def plan_of(strategy: str, sizes: list[int]) -> Plan:
+    if strategy == "collectives":
+        return Plan.from_batch_sizes(sizes, strategy="lsdp", intra_node="collectives")
+    return Plan.from_batch_sizes(sizes, strategy=strategy)
+
+
+def accumulate_by_hand(strategy: str, sizes: list[int]) -> tuple[dict, tuple[str, bool], int]:
+    accelerator, model, optimizer, loader = start(plan_of(strategy, sizes))
     names = list(CASE.model().state_dict())
     for number, batch in enumerate(loader):
         if number % 2 == 0:
@@ -59,12 +65,8 @@ def accumulate_by_hand(strategy: str, intra_node: str) -> tuple[dict, list[str],
     return values(model), nothing, accelerator.completed_steps
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nodes", "intra_node"),
-    [("ddp", (2,), "auto"), ("lsdp", (1, 1), "auto"), ("lsdp", (2,), "auto"), ("lsdp", (2,), "collectives")]
-    + [("fsdp", (2,), "auto")],
-)
-def test_no_sync_of_the_prepared_model_is_that_of_ddp(workers, strategy, nodes, intra_node):
+@cells(("ddp", (2,)), ("lsdp", (1, 1)), ("lsdp", (2,)), ("collectives", (2,)), ("fsdp", (2,)))
+def test_no_sync_of_the_prepared_model_is_that_of_ddp(workers, strategy, nodes):
     model = CASE.model().double()
     optimizer = make_optimizer(model, LEARNING_RATE, 0.0)
     for first in (0, 8):
@@ -73,7 +75,9 @@ def test_no_sync_of_the_prepared_model_is_that_of_ddp(workers, strategy, nodes, 
             (CASE.loss(model, samples(batch)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for parameters, nothing, steps in workers(2).run(accumulate_by_hand, strategy, intra_node, nodes=nodes):
+    ranks = sum(nodes)
+    told = workers(ranks).run(accumulate_by_hand, strategy, SIZES_OF_4[ranks], nodes=nodes)
+    for parameters, nothing, steps in told:
         assert relative_error(parameters, values(model)) <= 1e-12
         assert nothing == ("nullcontext", True) and steps == 2
 
@@ -121,9 +125,8 @@ def test_a_step_outside_no_sync_with_gradients_of_one_rank_is_an_error(workers, 
 # LocalSGD
 
 
-def train_locally(sizes: list[int], strategy: str, intra_node: str = "auto") -> tuple[dict, dict, str | None]:
-    plan = Plan.from_batch_sizes(sizes, strategy=strategy, intra_node=intra_node)
-    accelerator, model, optimizer, loader = start(plan)
+def train_locally(sizes: list[int], strategy: str) -> tuple[dict, dict, str | None]:
+    accelerator, model, optimizer, loader = start(plan_of(strategy, sizes))
     before = values(model)
     error = None
     try:
@@ -141,8 +144,10 @@ def train_locally(sizes: list[int], strategy: str, intra_node: str = "auto") -> 
     return before, values(model), error
 
 
-@pytest.mark.parametrize("sizes", [[2, 2], [3, 1]])
-def test_local_sgd_steps_alone_and_averages(workers, sizes):
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "nodes"), [([2, 2], "ddp", (1, 1)), ([3, 1], "ddp", (2,)), ([3, 1], "lsdp", (1, 1))]
+)
+def test_local_sgd_steps_alone_and_averages(workers, sizes, strategy, nodes):
     models = [CASE.model().double() for _ in range(2)]
     optimizers = [make_optimizer(model, LEARNING_RATE, 0.0) for model in models]
     # As the plan cuts 15 samples: global batches of 4, the last of 3 by largest remainder.
@@ -160,14 +165,14 @@ def test_local_sgd_steps_alone_and_averages(workers, sizes):
                     mean = (one + other) / 2
                     one.copy_(mean)
                     other.copy_(mean)
-    for _, parameters, error in workers(2).run(train_locally, sizes, "ddp"):
+    for _, parameters, error in workers(2).run(train_locally, sizes, strategy, nodes=nodes):
         assert error is None
         assert relative_error(parameters, values(models[0])) <= 1e-12
 
 
-@pytest.mark.parametrize(("strategy", "intra_node"), [("lsdp", "auto"), ("lsdp", "collectives"), ("fsdp", "auto")])
-def test_local_sgd_is_refused_where_ranks_have_no_parameters_of_their_own(workers, strategy, intra_node):
-    for before, after, error in workers(2).run(train_locally, [2, 2], strategy, intra_node):
+@pytest.mark.parametrize("strategy", ["lsdp", "collectives", "fsdp"])
+def test_local_sgd_is_refused_where_ranks_have_no_parameters_of_their_own(workers, strategy):
+    for before, after, error in workers(2).run(train_locally, [2, 2], strategy):
         assert "as LocalSGD makes it" in error and "strategy ddp" in error
         assert all(torch.equal(after[name], before[name]) for name in before)
 

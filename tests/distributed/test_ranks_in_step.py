@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 from launching import TESTS, base_environment, free_port, rank_environment
-from test_batch_identity import CASE, Script, plan_of
+from strategy_cells import CELLS, cells, gathers
+from test_batch_identity import CASE, SIZES, Script, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from training_cases import collate, make_optimizer
@@ -113,12 +114,18 @@ def check(errors: list, steps: int) -> None:
         assert made <= steps, f"rank {rank} has made {made} steps, of which only {steps} are right"
 
 
+#: Where every rank has parameters of its own, so that none of them is waited for in a forward.
+APART = [cell for cell in CELLS if cell[0] == "ddp" or cell[1] == (1, 1) and not gathers(*cell)]
+SHARED = [cell for cell in CELLS if cell not in APART and cell[0] == "lsdp"]
+SHARDED = [cell for cell in CELLS if cell not in APART and cell[0] != "lsdp"]
+
+
 @pytest.mark.parametrize("deviation", DEVIATIONS)
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (2,)), ("lsdp", (1, 1)), ("collectives", (1, 1))])
+@cells(("ddp", (2,)), ("lsdp", (1, 1)), ("collectives", (1, 1)), among=APART)
 def test_a_difference_is_the_same_error_on_all_ranks_within_one_step(workers, strategy, nodes, deviation):
     if strategy == "collectives" and deviation is catch_an_exception_of_backward:
         pytest.skip("a unit's collectives of FSDP2 cannot be made up for: see the test of forwards that gather")
-    errors = workers(2).run(deviate, deviation.__name__, strategy, nodes=nodes, expect_failure=True)
+    errors = workers(sum(nodes)).run(deviate, deviation.__name__, strategy, nodes=nodes, expect_failure=True)
     check(errors, 3)
     told = {error.message.partition(": ")[2] for error in errors}
     assert len(told) == 1, told
@@ -148,18 +155,19 @@ def test_a_backward_too_many_is_an_error_on_all_ranks_also_when_the_loss_is_know
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
-def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, deviation):
+@cells(("lsdp", (2,)), among=SHARED)
+def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, strategy, nodes, deviation):
     """No rank ends here, so the one that tells others what its loss is would wait for an answer."""
-    errors = workers(2).run(deviate, deviation.__name__, "lsdp", "sample", nodes=(2,), expect_failure=True, timeout=40)
-    check(errors, 3)
+    arguments = (deviate, deviation.__name__, strategy, "sample")
+    check(workers(sum(nodes)).run(*arguments, nodes=nodes, expect_failure=True, timeout=40), 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deviation", [each for each in DEVIATIONS if each is not catch_an_exception_of_backward])
-@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "collectives"])
-def test_where_forwards_gather_a_difference_is_an_error_within_a_minute(workers, strategy, deviation):
-    errors = workers(2).run(deviate, deviation.__name__, strategy, nodes=(2,), expect_failure=True, timeout=60)
-    check(errors, 3)
+@cells(("zero2", (2,)), among=SHARDED)
+def test_where_forwards_gather_a_difference_is_an_error_within_a_minute(workers, strategy, nodes, deviation):
+    arguments = (deviate, deviation.__name__, strategy)
+    check(workers(sum(nodes)).run(*arguments, nodes=nodes, expect_failure=True, timeout=60), 3)
 
 
 RANK = """
@@ -219,7 +227,8 @@ class LazySampler(Sampler):
 
 
 def draw_lazily(strategy: str) -> None:
-    accelerator = LSHDPAccelerator(plan=plan_of(strategy, (4, 2)))
+    ranks = LSHDPAccelerator(plan=plan_of("ddp", None)).num_processes
+    accelerator = LSHDPAccelerator(plan=plan_of(strategy, SIZES[ranks]))
     torch.manual_seed(3)
     model = CASE.model().double()
     optimizer = make_optimizer(model, 1e-2, 0.0)
@@ -235,9 +244,9 @@ def draw_lazily(strategy: str) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
-def test_ranks_that_draw_different_samples_are_told_which_batch_differs(workers, strategy):
-    errors = workers(2).run(draw_lazily, strategy, expect_failure=True, nodes=(2,))
+@cells(("ddp", (2,)), ("lsdp", (2,)))
+def test_ranks_that_draw_different_samples_are_told_which_batch_differs(workers, strategy, nodes):
+    errors = workers(sum(nodes)).run(draw_lazily, strategy, expect_failure=True, nodes=nodes)
     assert len({error.message for error in errors}) == 1 and "different samples" in errors[0].message
 
 

@@ -12,12 +12,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launching import apply_environment, base_environment, free_port
 from test_commands_plan import a_profile
 
+from accelerate_lshdp import Plan
+from accelerate_lshdp.cli import quickstart, quickstart_report
 from accelerate_lshdp.cli.busy import busy_hint, unlike_emulation
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.cli.progress import progress
@@ -76,6 +79,26 @@ def test_quickstart_says_why_a_slowed_rank_does_not_show(
 ) -> None:
     found = unlike_emulation(two_ranks(slower, largest), sizes, 1, slowdown)
     assert found is None if told is None else told in found
+
+
+def test_quickstart_ends_with_reasons_to_doubt_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = two_ranks(1.1).to_dict()
+    document["ranks"][0]["spread"][1] = 0.234
+
+    def launch(arguments: object) -> int:
+        replace(Plan.from_batch_sizes([19, 17]), profile=document).save(tmp_path / "lshdp_plan.json")
+        (tmp_path / "results.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(quickstart, "_launch", launch)
+    for shown in ("draw_picture", "print_table"):
+        monkeypatch.setattr(quickstart_report, shown, lambda *_: None)
+    assert main(["quickstart", "--output-dir", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The times of rank 0 varied by 23% while they were measured" in said
+    assert "Rank 1 is slowed 2x, but 32 samples took it 1.1x as long as rank 0" in said
 
 
 # Progress

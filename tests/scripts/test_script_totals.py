@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Loops that compute their steps and schedules from their own batch size train what they said, under the shim.
 
-The loops have the shapes that accelerate's examples and transformers' `*_no_trainer.py` have. Each runs twice on two
-ranks: under plain accelerate, and with the shim and unequal sizes; steps and learning rates must be the same. A plan
-of another global batch is refused on all ranks, at the first backward.
+The loops have the shapes that accelerate's examples and transformers' `*_no_trainer.py` have. Each runs twice on as
+many ranks: under plain accelerate, and with the shim and unequal sizes; steps and learning rates must be the same. A
+plan of another global batch is refused on all ranks, at the first backward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from strategy_cells import cells
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import get_scheduler
@@ -31,7 +32,8 @@ from accelerate_lshdp.accelerator.replacement import replace_accelerator
 
 TIMEOUT_SECONDS = 60
 WIDTH, SAMPLES, BATCH_SIZE = 3, 45, 4
-SIZES = [5, 3]  # of a global batch of BATCH_SIZE on each of two ranks
+#: Of a global batch of BATCH_SIZE on each of so many ranks.
+SIZES = {2: [5, 3], 3: [6, 4, 2], 4: [5, 5, 4, 2]}
 Trace = tuple[int, list[float]]
 
 
@@ -184,7 +186,10 @@ def example_with_one_cycle(split_batches: bool) -> Trace:
     """As accelerate's example for images: a schedule that knows its end."""
     config = accelerate.DataLoaderConfiguration(split_batches=split_batches)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
-    model, loader = make_model(), make_loader(batch_size=2 * BATCH_SIZE if split_batches else BATCH_SIZE)
+    model, loader = (
+        make_model(),
+        make_loader(batch_size=BATCH_SIZE * (accelerator.num_processes if split_batches else 1)),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / 25)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, epochs=2, steps_per_epoch=len(loader))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -250,7 +255,7 @@ LOOPS: dict[str, tuple[Callable[..., Trace], dict[str, Any]]] = {
 def run_stock(name: str) -> Trace:
     loop, options = LOOPS[name]
     trace = loop(**options)
-    assert accelerate.state.PartialState().num_processes == 2
+    assert accelerate.state.PartialState().num_processes == int(os.environ["WORLD_SIZE"])
     return trace
 
 
@@ -261,14 +266,20 @@ def run_ours(name: str, plan: str) -> Trace:
         return loop(**options)
 
 
-UNEQUAL = Plan.from_batch_sizes(SIZES, strategy="ddp").to_json()
+def unequal(ranks: int, strategy: str = "ddp") -> str:
+    placing = {"strategy": strategy}
+    if strategy == "collectives":
+        placing = {"strategy": "lsdp", "intra_node": "collectives"}
+    return Plan.from_batch_sizes(SIZES[ranks], **placing).to_json()
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_steps_and_learning_rates_are_those_of_plain_accelerate(workers, name):
-    expected = workers(2).run(run_stock, name, timeout=TIMEOUT_SECONDS)
-    found = workers(2).run(run_ours, name, UNEQUAL, timeout=TIMEOUT_SECONDS)
-    assert expected[0][0] > 3
+@cells(("ddp", (2,)), ("lsdp", (1, 1)))
+def test_steps_and_learning_rates_are_those_of_plain_accelerate(workers, name, strategy, nodes):
+    pool, plan = workers(sum(nodes)), unequal(sum(nodes), strategy)
+    expected = pool.run(run_stock, name, timeout=TIMEOUT_SECONDS)
+    found = pool.run(run_ours, name, plan, nodes=nodes, timeout=TIMEOUT_SECONDS)
+    assert expected[0][0] >= 3
     assert found == expected
 
 
@@ -341,7 +352,7 @@ def test_a_plan_whose_total_is_kept_is_not(workers):
     ("value", "on", "message"), [("maybe", (0, 1), "expected true or false"), ("1", (1,), "total of the plan kept")]
 )
 def test_whether_it_is_kept_is_said_alike_everywhere(workers, value, on, message):
-    environment = {"ACCELERATE_LSHDP_PLAN": UNEQUAL}
+    environment = {"ACCELERATE_LSHDP_PLAN": unequal(2)}
     errors = workers(2).run(train_where, on, value, env=environment, timeout=TIMEOUT_SECONDS, expect_failure=True)
     assert len({error.message for error in errors}) == 1 and message in errors[0].message, errors
 
