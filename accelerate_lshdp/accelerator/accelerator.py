@@ -289,10 +289,9 @@ class LSHDPAccelerator(Accelerator):
         if isinstance(optimizer, PreparedOptimizer) and not self._optimizer_steps.follows(optimizer.optimizer):
             optimizer = optimizer.optimizer  # another accelerator's: it gets a wrapper of this one
         if not getattr(optimizer, "_is_accelerate_prepared", False):
+            # After free_memory scripts prepare the same one again.
             known = self._optimizer_steps.follows(optimizer)
-            # After free_memory scripts prepare the same one again, whose state was made by this accelerator's steps.
-            checked_before = known or self._optimizer_steps.has_released(optimizer)
-            parameters = [] if checked_before else [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
             self.session.take_optimizers([optimizer], parameters)
             if not known:
                 if self.device.type == "cpu" and not optimizer.state:
@@ -338,11 +337,10 @@ class LSHDPAccelerator(Accelerator):
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forgets all that was prepared; models and optimizers are the script's own again, without hooks.
+        """Forgets all that was prepared, until it is prepared again, by this accelerator or another one.
 
-        Another accelerator may prepare them. Models that FSDP2 has sharded stay so: only this one can train them.
+        Models that FSDP2 has sharded stay so: only this accelerator can train them.
         """
-        self._optimizer_steps.release()
         self.session.free_models()
         objects = super().free_memory(*objects)
         self.session.optimizers = self._optimizers  # accelerate has made another list

@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.state import GradientState
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.place import MicroBatchPlace
@@ -23,6 +24,8 @@ logger = get_logger(__name__)
 
 class _InputWatch:
     """A hook that tells what models are called with; it does not keep the accelerator alive."""
+
+    handle: RemovableHandle
 
     def __init__(self, owner: Accumulation) -> None:
         self._reference = weakref.ref(owner)
@@ -133,16 +136,18 @@ class Accumulation:
 
     def watch_inputs(self, model: nn.Module) -> None:
         """Lets the forwards of a model that was given to ``prepare`` tell which batch the script works on."""
-        known = model._forward_pre_hooks.values()
-        if any(isinstance(hook, _InputWatch) and hook.owner is self for hook in known):
-            return
         prepared = PreparedModel.of(model)
         attachments = self._session.attachments if prepared is None else prepared.attachments
+        for hook in model._forward_pre_hooks.values():
+            if isinstance(hook, _InputWatch) and hook.owner is self:
+                attachments.add(hook.handle)  # a model that was not trained until now
+                return
         # Before the hook of PreparedModel, which asks whether to synchronise, and before that of FSDP2, which may hand
         # on other tensors than the script's.
-        handle = model.register_forward_pre_hook(_InputWatch(self), with_kwargs=True, prepend=True)
+        watch = _InputWatch(self)
+        watch.handle = model.register_forward_pre_hook(watch, with_kwargs=True, prepend=True)
         exclude_hooks_from_pickles(model)
-        attachments.add(handle)
+        attachments.add(watch.handle)
 
     def forward_begins(self, model: nn.Module, inputs: tuple) -> None:
         """Says that a prepared model is called with these inputs."""

@@ -230,9 +230,8 @@ class Backward:
         tracker, plan = session.tracker, session.plan
         if session.world_size > 1 and session.was_freed and not session.engine.models:
             raise RuntimeError(
-                "found accelerator.backward after accelerator.free_memory(), which has given models and optimizers "
-                "back to the script: no rank would get the gradients of the others. Call prepare() again, or "
-                "free_memory() after the last step"
+                "found accelerator.backward after accelerator.free_memory(), which has forgotten all models: no rank "
+                "would get the gradients of the others. Call prepare() again, or free_memory() after the last step"
             )
         if session.within_evaluation or (tracker.in_evaluation_pass and session.trained_models()):
             raise RuntimeError(

@@ -13,7 +13,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
-from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
@@ -25,33 +24,18 @@ class OptimizerSteps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._attachments = Attachments()
-        self._followed: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._released: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Follows an optimizer's steps from now on, and no other session does."""
         # As models do, it goes from one accelerator to the next, which may be gone: an earlier stage of the script, or
         # a cell of a notebook that is run again.
         _StepHook.remove_from(optimizer)
-        self._attachments.add(
-            optimizer.register_step_pre_hook(_StepHook(self.step_begins)),
-            optimizer.register_step_post_hook(_StepHook(self.step_ends)),
-        )
-        self._followed.append(weakref.ref(optimizer))
+        optimizer.register_step_pre_hook(_StepHook(self.step_begins))
+        optimizer.register_step_post_hook(_StepHook(self.step_ends))
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it follows an optimizer's steps."""
         return self in followers(optimizer)
-
-    def release(self) -> None:
-        """Follows none of its optimizers any more."""
-        self._attachments.remove()
-        self._released, self._followed = self._followed, []
-
-    def has_released(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it followed an optimizer until the last `release`, so that its steps were made in this run."""
-        return any(reference() is optimizer for reference in self._released)
 
     def step_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]

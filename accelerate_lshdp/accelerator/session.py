@@ -71,8 +71,8 @@ class Session:
         unstepped: gradients that an optimizer is still to step with.
         losses: by how much each loss counts.
         timer: how long steps take.
-        attachments: hooks on optimizers, and on models that are not trained.
-        was_freed: whether models were given back to the script, by ``free_memory``.
+        attachments: hooks on models that are not trained.
+        was_freed: whether all models were forgotten, by ``free_memory``.
         optimizers: those that are prepared, in accelerate's wrappers.
         out_of_step: what ranks told when one of them failed in its backward, so that the step cannot be made.
         seed: shuffling starts from it; agreed on by all ranks when a loader is prepared.
@@ -312,9 +312,9 @@ class Session:
         self.out_of_step: Sequence[RankReport] | None = None
 
     def free_models(self) -> None:
-        """Gives all models back to the script and forgets their step; how many steps were made stays."""
+        """Forgets all models and their step; how many steps were made stays. Another session may take the models."""
         self.was_freed = True
-        self.engine.close()
+        self.engine.release()
         self.attachments.remove()
         self.unstepped.clear()
         self.windows = AccumulationWindows()

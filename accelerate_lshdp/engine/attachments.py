@@ -26,4 +26,5 @@ class Attachments:
         """Takes everything off."""
         # The newest first: what was attached earlier may be what later hooks found.
         while self._removals:
-            self._removals.pop()()
+            self._removals[-1]()
+            self._removals.pop()  # not before: what has failed is tried again

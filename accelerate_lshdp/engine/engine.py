@@ -19,7 +19,11 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import (
     shards_of_state,
 )
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
-from accelerate_lshdp.engine.stores.shared.ownership import check_optimizer, hide_unowned_gradients
+from accelerate_lshdp.engine.stores.shared.ownership import (
+    check_optimizer,
+    hide_unowned_gradients,
+    refuse_divided_state,
+)
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -102,15 +106,16 @@ class Engine:
             ValueError: it is not possible.
         """
         if prepared.clock is self.clock:
+            prepared.is_released = False
             if prepared not in self.models:
                 self.models.append(prepared)
             return prepared
-        if not prepared.can_step_locally:
+        if not prepared.can_step_locally and not (prepared.is_released and prepared.can_be_closed):
             raise ValueError(
                 "found a model that another accelerator of this process prepared, which has divided its parameters "
                 "among ranks, or lets those of a node share them: only that one can train it. Use one accelerator for "
-                "all stages of the script, or prepare a new model with the weights of this one "
-                "(accelerator.get_state_dict)"
+                "all stages of the script, or call free_memory() of the first one if the ranks of a node share the "
+                "parameters, or prepare a new model with the weights of this one (accelerator.get_state_dict)"
             )
         if evaluation_mode:
             return prepared
@@ -118,12 +123,19 @@ class Engine:
         self.models = [other for other in self.models if other.module is not prepared.module]
         return None
 
-    def close(self) -> None:
-        """Gives all models back to the script, as they were before they were placed (see `PreparedModel.close`)."""
+    def release(self) -> None:
+        """Forgets all models. They stay as they are until this engine or another one takes them."""
         for prepared in self.models:
-            prepared.close()
+            prepared.is_released = True
         self.models.clear()
         self._replaced.clear()
+
+    def close(self) -> None:
+        """Gives all models back to the script, as they were before they were placed (see `PreparedModel.close`)."""
+        models = list(self.models)
+        self.release()
+        for prepared in models:
+            prepared.close()
 
     @property
     def reductions(self) -> dict[str, GradientReduction]:
@@ -165,6 +177,7 @@ class Engine:
         Raises:
             ValueError: it cannot update them.
         """
+        refuse_divided_state(optimizer)
         self._follow_parameters(optimizer)
         check_sharded_optimizer(optimizer)
         step_one_by_one(optimizer)

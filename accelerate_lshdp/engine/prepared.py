@@ -41,6 +41,7 @@ class PreparedModel:
         synchronise_next: whether the next backward synchronises: as ``requires_synchronisation`` was in the last
             forward, because that is where ``no_sync`` has to be in force (as in torch's DDP).
         statistics: those that its normalisations keep of what they have seen.
+        is_released: whether its engine has forgotten it, so that another one may take it.
         on_training_forward: called when a forward of the whole model begins that a backward may follow.
     """
 
@@ -51,6 +52,7 @@ class PreparedModel:
         self.state = BackwardState()
         self.attachments = Attachments()
         self.reductions: tuple[GradientReduction, ...] = ()
+        self.is_released = False
         self.within_no_sync = 0
         self.requires_synchronisation = True
         self.synchronise_next = True
@@ -105,9 +107,10 @@ class PreparedModel:
         A module whose parameters stay divided among ranks stays prepared. No rank waits for another one. Never inside
         a backward.
         """
-        closed = [store.close() for store in self.stores]
-        if all(closed):
+        if self.can_be_closed:
             self.attachments.remove()
+            for store in self.stores:
+                store.close()
 
     # What the stores have in common
 
@@ -120,6 +123,11 @@ class PreparedModel:
     def can_be_completed(self) -> bool:
         """Whether a backward that autograd did not finish can be, so that other ranks need not wait for this one."""
         return all(store.can_be_completed for store in self.stores)
+
+    @property
+    def can_be_closed(self) -> bool:
+        """Whether the module can be given back to the script."""
+        return all(store.can_be_closed for store in self.stores)
 
     @property
     def can_step_locally(self) -> bool:

@@ -55,12 +55,14 @@ class Store(ABC):
         can_be_completed: whether ``deliver`` and ``finish`` may follow a backward that autograd did not finish, so
             that other ranks need not wait for this one.
         can_step_locally: whether a rank has whole parameters for itself, so that it may step with them.
+        can_be_closed: whether the parameters can be given back to the script, as each rank can have them whole.
         loads_together: whether ranks load states together, as they share the parameters.
     """
 
     loss_multiplier: float = 1.0
     can_be_completed: bool = True
     can_step_locally: bool = False
+    can_be_closed: bool = True
     loads_together: bool = False
 
     def __init__(self, context: StoreContext) -> None:
@@ -183,10 +185,6 @@ class Store(ABC):
         """Raises RuntimeError if the module itself cannot be pickled."""
         return
 
-    def close(self) -> bool:
-        """Ends the store's work, as its model is given back to the script; no rank waits for another one.
-
-        Returns:
-            Whether the model can be given back: its parameters are whole.
-        """
-        return True
+    def close(self) -> None:
+        """Ends the store's work, as its model was given back to the script; no rank waits for another one."""
+        return

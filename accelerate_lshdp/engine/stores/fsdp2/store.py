@@ -51,6 +51,8 @@ class Fsdp2Store(Store):
     """
 
     loads_together = True
+    # Whole parameters would need a collective, and as much memory on every rank as sharding has saved.
+    can_be_closed = False
     can_be_completed = False  # FSDP2 gathers and scatters a unit in the middle of autograd
 
     def __init__(
@@ -122,11 +124,6 @@ class Fsdp2Store(Store):
                 gathered = [getattr(fsdp_param, "_unsharded_param", None) for fsdp_param in group.fsdp_params]
                 yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
         yield from self._plain.parameters
-
-    def close(self) -> bool:
-        # The module stays sharded, for its accelerator to take again. Whole parameters would need a collective, in a
-        # call that scripts make on one rank too, and as much memory on every rank as sharding has saved.
-        return False
 
     # Setting up
 

@@ -132,14 +132,17 @@ class NodeMemory:
         return _view(self._memory, offset, shape, dtype)
 
     def own_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous tensors in this memory, as ones that this rank has for itself; nothing is copied until it writes.
+        """Tensors in this memory as ones that this rank has for itself; nothing is copied until it writes to them.
 
         No rank may write to the memory from now on.
         """
         # Copy on write: all ranks of the node leave it together, and each would need memory for a whole model. The
         # kernel copies the pages that a rank does write to.
         private = mmap.mmap(self._descriptor, len(self._memory), access=mmap.ACCESS_COPY)
-        return [_view(private, t.data_ptr() - self._address, t.shape, t.dtype) for t in tensors]
+        return [
+            _view(private, t.data_ptr() - self._address, t.shape, t.dtype) if t.is_contiguous() else t.clone()
+            for t in tensors
+        ]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this memory."""
@@ -258,6 +261,7 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
             peers[other] = peer
             if local_rank == 0:
                 socket.send_fds(peer, [b"!"], [descriptor])
+        os.set_inheritable(descriptor, False)  # one that came through a socket is; a program started later needs none
         memory = mmap.mmap(descriptor, max(count, 1))
     except (OSError, ValueError, struct.error) as error:
         for peer in peers.values():

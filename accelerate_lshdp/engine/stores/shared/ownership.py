@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,19 +44,43 @@ class NodeOwnership:
         return type(None), ()
 
 
+#: Optimizers that have stepped with a part of their parameters on this rank, and those that they had then.
+_divided: WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[torch.Tensor]]] = WeakKeyDictionary()
+
+
+def refuse_divided_state(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer has no state which lacks that of other ranks of the node.
+
+    Raises:
+        ValueError: it has stepped with parameters that the node shared, and that it shares no more.
+    """
+    parameters = [reference() for reference in _divided.get(optimizer, ())]
+    if optimizer.state and any(p is not None and NodeOwnership.of(p) is None for p in parameters):
+        raise ValueError(
+            "found an optimizer whose state is divided among the ranks of a node, which shared the parameters under "
+            "the accelerator that prepared it before. Make a new optimizer for this one; or save_state with the first "
+            "accelerator, and load_state with the second one into a new optimizer"
+        )
+
+
 def hide_unowned_gradients(optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Sets ``.grad`` to None on parameters that another rank of the node updates, so that the optimizer skips them.
 
     Returns:
         Parameters and gradients to restore after the step.
     """
-    hidden = []
+    hidden, shared = [], []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             ownership = NodeOwnership.of(parameter)
-            if ownership is not None and not ownership.owned and parameter.grad is not None:
+            if ownership is None:
+                continue
+            shared.append(parameter)
+            if not ownership.owned and parameter.grad is not None:
                 hidden.append((parameter, parameter.grad))
                 parameter.grad = None
+    if shared and optimizer not in _divided:
+        _divided[optimizer] = [weakref.ref(parameter) for parameter in shared]
     return hidden
 
 

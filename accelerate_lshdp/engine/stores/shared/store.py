@@ -151,9 +151,8 @@ class SharedStore(Store):
                 index, owner, owner == topology.rank, node_group, self._reduction
             )
 
-    def close(self) -> bool:
+    def close(self) -> None:
         self._reduction.close()
-        return True
 
     def _owns(self, index: int) -> bool:
         return NodeOwnership.of(self._parameters[index]).owned
@@ -327,8 +326,6 @@ class SharedStore(Store):
 
 def _leave(memory: NodeMemory, parameters: Sequence[nn.Parameter]) -> None:
     """Gives this rank parameters and gradients of its own, with the values that those in the node's memory have."""
-    for parameter in parameters:
-        vars(parameter).pop("_lshdp_node_ownership", None)
     # The script may have put tensors of its own in their place.
     moved = [p for p in parameters if memory.holds(p)]
     reduced = [p for p in parameters if p.grad is not None and memory.holds(p.grad)]
@@ -337,3 +334,5 @@ def _leave(memory: NodeMemory, parameters: Sequence[nn.Parameter]) -> None:
         parameter.data = next(own)
     for parameter in reduced:
         parameter.grad = next(own)
+    for parameter in parameters:
+        vars(parameter).pop("_lshdp_node_ownership", None)
