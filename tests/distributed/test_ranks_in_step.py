@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,7 +118,6 @@ def check(errors: list, steps: int) -> None:
 
 #: Where every rank has parameters of its own, so that none of them is waited for in a forward.
 APART = [cell for cell in CELLS if cell[0] == "ddp" or cell[1] == (1, 1) and not gathers(*cell)]
-SHARED = [cell for cell in CELLS if cell not in APART and cell[0] == "lsdp"]
 SHARDED = [cell for cell in CELLS if cell not in APART and cell[0] != "lsdp"]
 
 
@@ -155,11 +156,10 @@ def test_a_backward_too_many_is_an_error_on_all_ranks_also_when_the_loss_is_know
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
-@cells(("lsdp", (2,)), among=SHARED)
-def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, strategy, nodes, deviation):
+def test_ranks_that_share_memory_notice_a_difference_in_seconds(workers, deviation):
     """No rank ends here, so the one that tells others what its loss is would wait for an answer."""
-    arguments = (deviate, deviation.__name__, strategy, "sample")
-    check(workers(sum(nodes)).run(*arguments, nodes=nodes, expect_failure=True, timeout=40), 3)
+    errors = workers(2).run(deviate, deviation.__name__, "lsdp", "sample", nodes=(2,), expect_failure=True, timeout=40)
+    check(errors, 3)
 
 
 @pytest.mark.slow
@@ -170,9 +170,11 @@ def test_where_forwards_gather_a_difference_is_an_error_within_a_minute(workers,
     check(workers(sum(nodes)).run(*arguments, nodes=nodes, expect_failure=True, timeout=60), 3)
 
 
-RANK = """
+_PATHS = """
 import sys
 sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/distributed"]
+"""
+FAILS_TWICE = """
 from test_ranks_in_step import catch_an_exception_of_backward
 from test_batch_identity import Script
 # Of an accelerator before it, of which all ranks failed and went on: its answers must not be taken for those of now.
@@ -180,32 +182,55 @@ catch_an_exception_of_backward(Script(sys.argv[2]), ranks=(0, 1))
 print("went on", flush=True)
 catch_an_exception_of_backward(Script(sys.argv[2]))
 """
+DEVIATES = """
+from test_ranks_in_step import deviate
+deviate(sys.argv[2], "lsdp")
+"""
+
+
+def run_ranks_that_end(code: str, argument: str, nodes: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """What processes of their own print and say when all of them end with an error."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PATHS + code, str(TESTS), argument],
+            env={**os.environ, **base_environment(), **rank_environment(rank, nodes, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(sum(nodes))
+    ]
+    try:
+        with ThreadPoolExecutor(len(ranks)) as readers:
+            outputs, errors = zip(*readers.map(lambda rank: rank.communicate(timeout=150), ranks), strict=True)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 1 for rank in ranks), errors
+    return outputs, errors
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "collectives"])
 def test_where_forwards_gather_a_failed_backward_ends_all_ranks_within_a_minute(strategy):
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(TESTS), strategy],
-            env={**os.environ, **base_environment(), **rank_environment(rank, (2,), port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs, errors = zip(*(rank.communicate(timeout=150) for rank in ranks), strict=True)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 1 for rank in ranks), errors
+    outputs, errors = run_ranks_that_end(FAILS_TWICE, strategy, (2,))
     assert all("went on" in output for output in outputs)
     assert "the device is full" in errors[1] and "cannot go on without its part" in errors[1]
     assert "the connection to another rank was lost" in errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("nodes", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_other_nodes_end_with_ranks_that_share_memory(nodes, deviation):
+    """A node notices the difference among its ranks, which end; others wait for its gradients until then."""
+    _, errors = run_ranks_that_end(DEVIATES, deviation.__name__, nodes)
+    for error in errors:
+        (made,) = re.findall(r"RuntimeError: after (\d+) steps: ", error)
+        assert int(made) <= 3
 
 
 def test_what_several_ranks_have_found_is_said_once():
