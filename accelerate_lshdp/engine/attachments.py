@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Attachments:
-    """Hooks and attributes on modules, parameters and optimizers of the user, removed together, the newest first."""
+    """Hooks and attributes on modules and parameters of the user, removed together, the newest first."""
 
     def __init__(self) -> None:
         self._removals: list[Callable[[], None]] = []
