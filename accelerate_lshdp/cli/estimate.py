@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accelerate_lshdp.estimation.model_measurement import MeasuredModel
     from accelerate_lshdp.planning import RankProfile
 
+from accelerate_lshdp.documents.value_checks import located
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
@@ -99,10 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"found --formats {arguments.formats}, expected some of {','.join(_FORMATS)}")
     if arguments.sequence_length is not None and arguments.sequence_length < 1:
         raise ValueError(f"found --sequence-length {arguments.sequence_length}, expected at least 1")
-    from accelerate_lshdp.estimation.cluster_file import load_cluster
+    from accelerate_lshdp.documents.cluster_file import load_cluster
+    from accelerate_lshdp.estimation.hardware import Hardware
 
     # Files before the imports below, which take seconds: a wrong path is answered at once.
-    cluster = load_cluster(arguments.cluster)
+    with located(source=str(arguments.cluster)):
+        hardware = Hardware.of(load_cluster(arguments.cluster))
     profiles = None if arguments.profile is None else _profiles(arguments.profile)
     from transformers.utils import logging
 
@@ -120,14 +123,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     estimates = estimate_all(
         model,
-        cluster,
+        hardware,
         arguments.total_batch_size,
         mixed_precision=arguments.precision,
         formats=formats,
         profiles=profiles,
     )
-    advice = advise(model, cluster, estimates)
-    print_estimates(model, cluster, estimates, advice, is_measured=profiles is not None)
+    advice = advise(model, hardware, estimates)
+    print_estimates(model, hardware, estimates, advice, is_measured=profiles is not None)
     if arguments.json is not None:
         document = _document(arguments, model, estimates, advice)
         arguments.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.cli.byte_sizes import format_bytes, format_speed
 from accelerate_lshdp.estimation.advice import Advice
-from accelerate_lshdp.estimation.cluster_file import EstimatedCluster
 from accelerate_lshdp.estimation.estimates import Estimate
+from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 
 
@@ -17,7 +17,7 @@ _WIDTH, _BATCHES_WIDTH = 100, 20
 
 def print_estimates(
     model: MeasuredModel,
-    cluster: EstimatedCluster,
+    hardware: Hardware,
     estimates: Sequence[Estimate],
     advice: Advice,
     *,
@@ -27,7 +27,7 @@ def print_estimates(
 
     Args:
         model: the measured model.
-        cluster: nodes and network.
+        hardware: the nodes and their link.
         estimates: of all strategies, those of one strategy next to each other.
         advice: the strategies to choose, which are highlighted.
         is_measured: whether speeds come from a profile, not from data sheets.
@@ -42,8 +42,8 @@ def print_estimates(
         f" {format_bytes(model.activations(1))} of activations and {model.flops / 1e9:.3g} GFLOP",
         highlight=False,
     )
-    nodes = "; ".join(f"{node.ranks} x {node.name}" for node in cluster.nodes)
-    console.print(f"{len(cluster.nodes)} nodes ({nodes}), {cluster.bits_per_second / 1e9:.3g} Gb/s", highlight=False)
+    nodes = "; ".join(f"{node.ranks} x {node.name}" for node in hardware.nodes)
+    console.print(f"{len(hardware.nodes)} nodes ({nodes}), {hardware.bits_per_second / 1e9:.3g} Gb/s", highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "gradients"):
         table.add_column(name, no_wrap=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from accelerate_lshdp.comparing.cases import EQUAL, FULL_PRECISION, PLAN, Case
+from accelerate_lshdp.documents.records import BOOLEAN, integer, number
 from accelerate_lshdp.documents.strategy import STRATEGIES
 from accelerate_lshdp.documents.strict_reading import read_yaml
 from accelerate_lshdp.documents.value_checks import (
@@ -18,12 +19,10 @@ from accelerate_lshdp.documents.value_checks import (
     at_key,
     describe,
     located,
-    require_boolean,
     require_choice,
     require_integer,
     require_list,
     require_name,
-    require_number,
     require_object,
 )
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
@@ -175,9 +174,6 @@ class ComparisonConfig:
     @classmethod
     def _read_sections(cls, sections: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of this class from a file's sections. Raises PlanError."""
-        for name, check in _SETTINGS.items():
-            if name in sections:
-                check(sections[name], name)
         require_integer(sections["total_batch_size"], "total_batch_size", least=1)
         return {
             "models": {
@@ -189,7 +185,11 @@ class ComparisonConfig:
                 _read_case(entry, f"strategies[{index}]")
                 for index, entry in enumerate(require_list(sections["strategies"], "strategies", "case"))
             ),
-            **{name: sections[name] for name in _SETTINGS if name in sections},
+            **{
+                name: value.from_document(sections[name], name)
+                for name, value in _SETTINGS.items()
+                if name in sections
+            },
         }
 
 
@@ -210,26 +210,18 @@ def _read_file(path: str | os.PathLike[str]) -> object:
     return read_yaml(path, "benchmark")
 
 
-def _integer_from(least: int) -> Any:
-    return lambda value, path: require_integer(value, path, least=least)
-
-
-def _number_from(positive: bool) -> Any:
-    return lambda value, path: require_number(value, path, positive=positive)
-
-
 _SETTINGS = {
-    "interleaved": require_boolean,
-    "rounds": _integer_from(1),
-    "steps": _integer_from(1),
-    "uncounted_steps": _integer_from(0),
-    "turn_seconds": _number_from(positive=True),
-    "memory": require_boolean,
-    "profile_seconds": _number_from(positive=False),
-    "threads": _integer_from(1),
-    "learning_rate": _number_from(positive=True),
-    "seed": _integer_from(0),
-    "step_timeout_seconds": _number_from(positive=True),
+    "interleaved": BOOLEAN,
+    "rounds": integer(least=1),
+    "steps": integer(least=1),
+    "uncounted_steps": integer(),
+    "turn_seconds": number(positive=True),
+    "memory": BOOLEAN,
+    "profile_seconds": number(),
+    "threads": integer(least=1),
+    "learning_rate": number(positive=True),
+    "seed": integer(),
+    "step_timeout_seconds": number(positive=True),
 }
 
 

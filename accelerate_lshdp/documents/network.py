@@ -24,7 +24,7 @@ PAYLOAD_SHARE = 1448 / 1514
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkCost:
     """A network link on which a message takes latency_seconds + bytes * seconds_per_byte.
 
     Raises:
@@ -42,7 +42,7 @@ class Link:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def from_rate(cls, bits_per_second: float, delay_seconds: float = 0.0) -> Link:
+    def from_rate(cls, bits_per_second: float, delay_seconds: float = 0.0) -> LinkCost:
         """A link of a given rate (1 Gb/s = 1e9), less the part that frames and headers take.
 
         Raises:
@@ -53,7 +53,7 @@ class Link:
         return cls(delay_seconds, 8 / (bits_per_second * PAYLOAD_SHARE))
 
     @classmethod
-    def from_all_reduce(cls, latency_seconds: float, seconds_per_byte: float, nodes: Sequence[int]) -> Link:
+    def from_all_reduce(cls, latency_seconds: float, seconds_per_byte: float, nodes: Sequence[int]) -> LinkCost:
         """The link that explains a measured all-reduce (latency + payload bytes * seconds_per_byte) over all ranks.
 
         It contains all that slows messages down (system calls, busy switches), where `from_rate` knows the rate only.
@@ -90,7 +90,7 @@ class Exchange:
     rounds: int
     inside_bytes: tuple[float, ...] = ()
 
-    def seconds(self, link: Link) -> float:
+    def seconds(self, link: LinkCost) -> float:
         """Seconds on the wire between nodes: those of the node that sends most."""
         # Links are full duplex and nodes send at the same time, so sums over nodes do not matter.
         size = max(self.sent_bytes)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate_lshdp.documents.atomic_files import write_atomically
+from accelerate_lshdp.documents.cluster import Cluster, Link, Node
 from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
-from accelerate_lshdp.documents.plan_digest import digest_of, training_sections
+from accelerate_lshdp.documents.plan_digest import digest_of
 from accelerate_lshdp.documents.plan_sections import (
     DEAD_BAND,
     POWERSGD_RANK,
@@ -25,17 +25,11 @@ from accelerate_lshdp.documents.plan_sections import (
     REBALANCE_EVERY,
     Automatic,
     Batch,
-    Cluster,
     Communication,
-    Link,
-    Node,
     RankBatch,
-    read_automatic,
-    read_batch,
-    read_cluster,
-    read_communication,
 )
 from accelerate_lshdp.documents.plan_text import describe_plan
+from accelerate_lshdp.documents.records import OBJECT, Record, entry, member, optional, record
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.strict_reading import parse_json, read_text, require_json
 from accelerate_lshdp.documents.value_checks import (
@@ -43,7 +37,6 @@ from accelerate_lshdp.documents.value_checks import (
     describe,
     located,
     plain_integer,
-    require_choice,
     require_object,
     require_version,
 )
@@ -66,13 +59,12 @@ __all__ = [
 
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
-# Sections that the planner adds. They explain a plan and do not change the training, so they are carried unchanged and
-# are no part of the digest.
 _ANNOTATIONS = ("profile", "predicted", "certificate")
+_KEYS = ("batch", "automatic", "communication", "cluster", *_ANNOTATIONS)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Record):
     """One training plan: batch sizes in samples, one a rank, and how the model and its gradients are distributed.
 
     Args:
@@ -91,32 +83,19 @@ class Plan:
         PlanError: a value that is malformed, or parts that contradict each other.
     """
 
-    strategy: Strategy = Strategy.LSDP
-    batch: Batch | None = None
-    communication: Communication = Communication()
-    cluster: Cluster | None = None
-    profile: dict[str, Any] | None = field(default=None, hash=False, repr=False)
-    predicted: dict[str, Any] | None = field(default=None, hash=False, repr=False)
-    certificate: dict[str, Any] | None = field(default=None, hash=False, repr=False)
-    automatic: Automatic | None = None
+    strategy: Strategy = entry(member(Strategy), default=Strategy.LSDP)
+    batch: Batch | None = entry(optional(record(Batch)), default=None)
+    communication: Communication = entry(record(Communication), default=Communication())
+    cluster: Cluster | None = entry(optional(record(Cluster)), default=None)
+    # Sections that the planner adds. They explain a plan and do not change the training, so they are carried unchanged
+    # and are no part of the digest.
+    profile: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
+    predicted: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
+    certificate: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
+    automatic: Automatic | None = entry(optional(record(Automatic)), default=None)
     source: str | None = field(default=None, init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        require_choice(self.strategy, "strategy", [strategy.value for strategy in Strategy])
-        # The dataclass is frozen, so values are put into their final types past its own __setattr__.
-        object.__setattr__(self, "strategy", Strategy(self.strategy))
-        kinds = {"batch": Batch, "communication": Communication, "cluster": Cluster, "automatic": Automatic}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) and (value is not None or name == "communication"):
-                raise PlanError(f"found {describe(value)}, expected a {kind.__name__}.", path=name)
-        for name in _ANNOTATIONS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dict):
-                raise PlanError(f"found {describe(value)}, expected an object. Write one, or leave it out.", path=name)
-            require_json(value, name)
-            # A copy: a caller that goes on changing its dictionary must not change a plan that was checked.
-            object.__setattr__(self, name, deepcopy(value))
+    def _check_together(self) -> None:
         check_sections_agree(self.strategy, self.communication, self.batch, self.cluster, self.automatic)
 
     @classmethod
@@ -271,8 +250,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON values, in the layout of a plan file; parts that are not there are left out."""
-        document: dict[str, Any] = {"version": PLAN_VERSION, **self._training_sections()}
-        document.update({name: deepcopy(getattr(self, name)) for name in _ANNOTATIONS})
+        document = {"version": PLAN_VERSION, **Record.to_dict(self)}
         return {key: value for key, value in document.items() if value is not None}
 
     @classmethod
@@ -285,28 +263,10 @@ class Plan:
         # First what no JSON can carry, then the version: a file of another version would give misleading errors below.
         require_json(document)
         require_version(document, PLAN_VERSION)
-        sections = require_object(
-            document,
-            required=("version", "strategy"),
-            optional=("batch", "automatic", "communication", "cluster", *_ANNOTATIONS),
-        )
-        communication = Communication()
-        if "communication" in sections:
-            with located("communication"):
-                communication = read_communication(sections["communication"])
-        batch = cluster = automatic = None
-        if sections.get("automatic") is not None:
-            with located("automatic"):
-                automatic = read_automatic(sections["automatic"])
-        if sections.get("batch") is not None:
-            with located("batch"):
-                batch = read_batch(sections["batch"])
-        if sections.get("cluster") is not None:
-            with located("cluster"):
-                cluster = read_cluster(sections["cluster"])
-        # In the order of the fields of the dataclass.
-        annotations = (sections.get(name) for name in _ANNOTATIONS)
-        return cls(sections["strategy"], batch, communication, cluster, *annotations, automatic)
+        # A file names its strategy, although the class has a default.
+        require_object(document, required=("version", "strategy"), optional=_KEYS)
+        sections = {key: value for key, value in document.items() if key != "version"}
+        return cls.read(sections)
 
     def to_json(self) -> str:
         """The text of a plan file."""
@@ -375,12 +335,7 @@ class Plan:
         Ranks compare digests at the start of a run. Sizes that the run finds itself change the speed only, so with
         `automatic` the digest covers that section instead of `batch`.
         """
-        return digest_of(self._training_sections())
-
-    def _training_sections(self) -> dict[str, Any]:
-        return training_sections(
-            self.strategy, self.communication, batch=self.batch, automatic=self.automatic, cluster=self.cluster
-        )
+        return digest_of(Record.to_dict(self), left_out=_ANNOTATIONS)
 
     def __str__(self) -> str:
         return describe_plan(

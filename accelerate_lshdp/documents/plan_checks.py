@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication
+from accelerate_lshdp.documents.cluster import Cluster
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.value_checks import PlanError
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Cluster, Communication
+from accelerate_lshdp.documents.cluster import Cluster
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 

@@ -11,41 +11,36 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from accelerate_lshdp.documents.atomic_files import write_atomically
+from accelerate_lshdp.documents.cluster import Cluster
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.plan_sections import Cluster, read_cluster
-from accelerate_lshdp.documents.profile_sections import (
-    MeasuredRank,
-    Network,
-    ProfiledScript,
-    read_items,
-    read_network,
-    read_rank,
-    read_script,
-    require_array,
+from accelerate_lshdp.documents.profile_sections import MeasuredRank, Network, ProfiledScript
+from accelerate_lshdp.documents.records import (
+    LARGEST_COUNT,
+    OBJECT,
+    Record,
+    Value,
+    entry,
+    integer,
+    member,
+    number,
+    optional,
+    record,
+    records,
+    several,
 )
 from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.documents.strict_reading import parse_json, require_json
-from accelerate_lshdp.documents.value_checks import (
-    PlanError,
-    describe,
-    located,
-    require_choice,
-    require_integer,
-    require_name,
-    require_number,
-    require_object,
-)
+from accelerate_lshdp.documents.value_checks import PlanError, describe, require_name
 
 
 PROFILE_VERSION = 1
 PROFILE_KIND = "profile"
-_SECTIONS = ("strategy", "subject", "cluster", "ranks", "bucket_bytes", "network", "measured_seconds", "versions")
 _SHORT_KEYS = {"rank", "batch_sizes", "seconds", "max_micro_batch_size"}
 
 
@@ -53,8 +48,14 @@ class ProfileError(ValueError):
     """A profile that cannot be read, is malformed, or cannot be written."""
 
 
+def _accept_versions(value: Any, path: str) -> dict[str, str]:
+    for library, version in OBJECT.accept(value, path).items():
+        require_name(version, f"{path}.{library}", "a version")
+    return dict(value)
+
+
 @dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(Record):
     """The result of one profiling run; the same value on all ranks.
 
     Args:
@@ -71,32 +72,22 @@ class Profile:
         ProfileError: an impossible or contradicting value; it says where.
     """
 
-    strategy: Strategy
-    subject: ProfiledScript
-    cluster: Cluster
-    ranks: tuple[MeasuredRank, ...]
-    bucket_bytes: tuple[int, ...]
-    network: Network | None
-    measured_seconds: float
-    versions: dict[str, str]
+    strategy: Strategy = entry(member(Strategy))
+    subject: ProfiledScript = entry(record(ProfiledScript))
+    cluster: Cluster = entry(record(Cluster))
+    ranks: tuple[MeasuredRank, ...] = entry(records(MeasuredRank, "rank"))
+    # Up to 64 bits: bytes of a model, not samples, whose limit is lower.
+    bucket_bytes: tuple[int, ...] = entry(several(integer(least=1, most=LARGEST_COUNT)))
+    # JSON null: a single rank has nobody to send to.
+    network: Network | None = entry(optional(record(Network)))
+    measured_seconds: float = entry(number())
+    versions: dict[str, str] = entry(Value(_accept_versions, write=dict))
 
     def __post_init__(self) -> None:
         with _profile_errors():
-            require_choice(self.strategy, "strategy", [member.value for member in Strategy])
-            object.__setattr__(self, "strategy", Strategy(self.strategy))
-            object.__setattr__(self, "ranks", tuple(self.ranks))
-            object.__setattr__(self, "bucket_bytes", tuple(require_array(self.bucket_bytes, "bucket_bytes")))
-            # Up to 64 bits: bytes of a model, not samples, whose limit is lower.
-            for index, size in enumerate(self.bucket_bytes):
-                require_integer(size, f"bucket_bytes[{index}]", least=1, most=2**63 - 1)
-            require_number(self.measured_seconds, "measured_seconds", positive=False)
-            if not isinstance(self.versions, dict):
-                raise PlanError(f"found {describe(self.versions)}, expected an object.", path="versions")
-            for library, version in self.versions.items():
-                require_name(version, f"versions.{library}", "a version")
-            self._check_ranks()
+            Record.__post_init__(self)
 
-    def _check_ranks(self) -> None:
+    def _check_together(self) -> None:
         if sum(self.cluster.node_sizes) != len(self.ranks):
             raise PlanError(
                 f"found {len(self.ranks)} ranks, expected {sum(self.cluster.node_sizes)}, those of the nodes in"
@@ -163,18 +154,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as JSON values, in the layout of a profile file."""
-        return {
-            "version": PROFILE_VERSION,
-            "kind": PROFILE_KIND,
-            "strategy": str(self.strategy),
-            "subject": {**asdict(self.subject), "arguments": list(self.subject.arguments)},
-            "cluster": {"nodes": [asdict(node) for node in self.cluster.nodes]},
-            "ranks": [rank.to_dict() for rank in self.ranks],
-            "bucket_bytes": list(self.bucket_bytes),
-            "network": self.network and self.network.to_dict(),
-            "measured_seconds": self.measured_seconds,
-            "versions": dict(self.versions),
-        }
+        return {"version": PROFILE_VERSION, "kind": PROFILE_KIND, **Record.to_dict(self)}
 
     @classmethod
     def from_dict(cls, document: object) -> Profile:
@@ -186,18 +166,7 @@ class Profile:
         with _profile_errors():
             require_json(document)
             _require_kind(document)
-            sections = require_object(document, required=("version", "kind", *_SECTIONS))
-            with located("subject"):
-                subject = read_script(sections["subject"])
-            with located("cluster"):
-                cluster = read_cluster(sections["cluster"])
-            ranks = read_items(sections["ranks"], "ranks", read_rank)
-            network = None  # JSON null: a single rank has nobody to send to
-            if sections["network"] is not None:
-                with located("network"):
-                    network = read_network(sections["network"])
-            values = {name: sections[name] for name in ("strategy", "bucket_bytes", "measured_seconds", "versions")}
-        return cls(subject=subject, cluster=cluster, ranks=ranks, network=network, **values)
+            return cls(**cls._read_entries(document, also=("version", "kind")))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -1,34 +1,65 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The sections of a profile: immutable values, checked when they are made, and their readers."""
+"""The sections of a profile: immutable records, checked when they are made, read from profile files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from accelerate_lshdp.documents.curves import MemoryCurve, RankProfile, TimeCurve
-from accelerate_lshdp.documents.value_checks import (
-    PlanError,
-    describe,
-    located,
-    require_choice,
-    require_integer,
-    require_name,
-    require_number,
-    require_object,
+from accelerate_lshdp.documents.records import (
+    LARGEST_COUNT,
+    STRING,
+    Record,
+    Value,
+    choice,
+    entry,
+    integer,
+    name,
+    number,
+    optional,
+    record,
+    several,
 )
+from accelerate_lshdp.documents.value_checks import PlanError, describe, require_integer, require_object
 
 
 #: What kept a rank from larger micro-batches: its memory, the time budget, the user's maximum, or the data set.
 LIMITS = ("memory", "time", "request", "data")
-_LARGEST_BYTES = 2**63 - 1
 
-_Item = TypeVar("_Item")
+_Curve = TypeVar("_Curve", TimeCurve, MemoryCurve)
+
+
+def _curve(kind: type[_Curve], measured: str) -> Value:
+    """A curve, whose points a document has as lists: sizes under "batch_sizes", values under `measured`."""
+
+    def accept(value: Any, path: str) -> _Curve:
+        if not isinstance(value, kind):
+            raise PlanError(f"found {describe(value)}, expected a {kind.__name__}.", path=path)
+        return value
+
+    def read(value: Any, path: str) -> _Curve:
+        points = require_object(value, path, required=("batch_sizes", measured))
+        return _read_points(kind, points, measured, f"{path}." if path else "")
+
+    def write(curve: _Curve) -> dict[str, Any]:
+        return {"batch_sizes": list(curve.batch_sizes), measured: list(getattr(curve, measured))}
+
+    return Value(accept, read, write)
+
+
+def _read_points(kind: type[_Curve], section: dict[str, Any], measured: str, before: str = "") -> _Curve:
+    # Entry by entry first: an error then names the place in the file, which the curve's own checks do not know.
+    sizes = several(integer(least=1)).from_document(section["batch_sizes"], f"{before}batch_sizes")
+    values = several(number(positive=True)).from_document(section[measured], f"{before}{measured}")
+    try:
+        return kind(sizes, section[measured] if kind is MemoryCurve else values)
+    except ValueError as error:
+        raise PlanError(str(error), path=f"{before}{measured}") from None
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledScript:
+class ProfiledScript(Record):
     """The script that was profiled, and the size of its model.
 
     Args:
@@ -38,25 +69,14 @@ class ProfiledScript:
         gradient_bytes: bytes of a step's gradients before they are compressed.
     """
 
-    script: str | None
-    arguments: tuple[str, ...]
-    parameters: int
-    gradient_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.script is not None:
-            require_name(self.script, "script", "the path or module name of a script, or null")
-        arguments = require_array(self.arguments, "arguments")
-        for index, argument in enumerate(arguments):
-            if not isinstance(argument, str):
-                raise PlanError(f"found {describe(argument)}, expected a string.", path=f"arguments[{index}]")
-        require_integer(self.parameters, "parameters", least=0, most=_LARGEST_BYTES)
-        require_integer(self.gradient_bytes, "gradient_bytes", least=0, most=_LARGEST_BYTES)
-        object.__setattr__(self, "arguments", tuple(arguments))
+    script: str | None = entry(optional(name("the path or module name of a script, or null")))
+    arguments: tuple[str, ...] = entry(several(STRING))
+    parameters: int = entry(integer(most=LARGEST_COUNT))
+    gradient_bytes: int = entry(integer(most=LARGEST_COUNT))
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRank:
+class MeasuredRank(Record):
     """The measurements of one rank.
 
     Args:
@@ -79,39 +99,28 @@ class MeasuredRank:
         PlanError: an impossible value; it says which.
     """
 
-    rank: int
-    time: TimeCurve
-    spread: tuple[float, ...]
-    max_micro_batch_size: int
-    limited_by: str
-    device: str
-    optimizer_seconds: float
-    memory: MemoryCurve | None
-    memory_limit_bytes: int | None
-    bucket_ready: tuple[TimeCurve, ...]
-    communication_load_seconds: float = 0.0
-    accumulation_overhead_seconds: float = 0.0
+    rank: int = entry(integer())
+    time: TimeCurve = entry(_curve(TimeCurve, "seconds"))
+    spread: tuple[float, ...] = entry(several(number()))
+    max_micro_batch_size: int = entry(integer(least=1))
+    limited_by: str = entry(choice(LIMITS))
+    device: str = entry(name("the name of a processor"))
+    optimizer_seconds: float = entry(number())
+    memory: MemoryCurve | None = entry(optional(_curve(MemoryCurve, "bytes")))
+    memory_limit_bytes: int | None = entry(optional(integer(least=1, most=LARGEST_COUNT)))
+    bucket_ready: tuple[TimeCurve, ...] = entry(several(_curve(TimeCurve, "seconds")))
+    communication_load_seconds: float = entry(number(), default=0.0)
+    # Profiles of earlier versions do not have it.
+    accumulation_overhead_seconds: float = entry(number(), default=0.0)
 
-    def __post_init__(self) -> None:
-        require_integer(self.rank, "rank", least=0)
-        spread = require_array(self.spread, "spread")
-        if len(spread) != len(self.time.batch_sizes):
+    def _check_together(self) -> None:
+        if len(self.spread) != len(self.time.batch_sizes):
             raise PlanError(
-                f"found {len(spread)} values for {len(self.time.batch_sizes)} batch sizes, expected one for each.",
+                f"found {len(self.spread)} values for {len(self.time.batch_sizes)} batch sizes, expected one for each.",
                 path="spread",
             )
-        for index, value in enumerate(spread):
-            require_number(value, f"spread[{index}]", positive=False)
-        require_integer(self.max_micro_batch_size, "max_micro_batch_size", least=1, most=self.time.batch_sizes[-1])
-        require_choice(self.limited_by, "limited_by", LIMITS)
-        require_name(self.device, "device", "the name of a processor")
-        for name in ("optimizer_seconds", "communication_load_seconds", "accumulation_overhead_seconds"):
-            require_number(getattr(self, name), name, positive=False)
-        if self.memory_limit_bytes is not None:
-            require_integer(self.memory_limit_bytes, "memory_limit_bytes", least=1, most=_LARGEST_BYTES)
-        # Lists of a JSON document become tuples, so that the value is hashable and cannot be changed.
-        object.__setattr__(self, "spread", tuple(float(value) for value in spread))
-        object.__setattr__(self, "bucket_ready", tuple(self.bucket_ready))
+        largest = self.time.batch_sizes[-1]
+        require_integer(self.max_micro_batch_size, "max_micro_batch_size", least=1, most=largest)
         # The planner's own value makes the checks that concern several fields.
         try:
             self.profile()
@@ -167,30 +176,31 @@ class MeasuredRank:
             curves.append(TimeCurve(curve.batch_sizes, seconds))
         return curves
 
+    @classmethod
+    def read(cls, document: object) -> MeasuredRank:
+        """One entry of the `ranks` section of a profile file, which has the points of `time` beside the other keys."""
+        entries = cls._read_entries(document, also=("batch_sizes", "seconds"), without=("time",))
+        return cls(time=_read_points(TimeCurve, document, "seconds"), **entries)
+
     def to_dict(self) -> dict[str, Any]:
         """The rank as JSON values."""
-        memory = self.memory and {"batch_sizes": list(self.memory.batch_sizes), "bytes": list(self.memory.bytes)}
-        return {
-            "rank": self.rank,
-            "batch_sizes": list(self.time.batch_sizes),
-            "seconds": list(self.time.seconds),
-            "spread": list(self.spread),
-            "max_micro_batch_size": self.max_micro_batch_size,
-            "limited_by": self.limited_by,
-            "device": self.device,
-            "optimizer_seconds": self.optimizer_seconds,
-            "communication_load_seconds": self.communication_load_seconds,
-            "accumulation_overhead_seconds": self.accumulation_overhead_seconds,
-            "memory": memory,
-            "memory_limit_bytes": self.memory_limit_bytes,
-            "bucket_ready": [
-                {"batch_sizes": list(curve.batch_sizes), "seconds": list(curve.seconds)} for curve in self.bucket_ready
-            ],
-        }
+        document = Record.to_dict(self)
+        points = document.pop("time")
+        return {"rank": document.pop("rank"), **points, **document}
+
+
+def _accept_point(value: Any, path: str) -> tuple[int, float]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise PlanError(f"found {describe(value)}, expected [bytes, seconds].", path=path)
+    size, seconds = value
+    return (
+        integer(most=LARGEST_COUNT).accept(size, f"{path}[0]"),
+        number(positive=True).accept(seconds, f"{path}[1]"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class MessageTimes:
+class MessageTimes(Record):
     """Message times as a line, seconds = latency + bytes * seconds_per_byte, fitted to measured points.
 
     Args:
@@ -199,21 +209,9 @@ class MessageTimes:
         points: measured (bytes, seconds).
     """
 
-    latency_seconds: float
-    seconds_per_byte: float
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        require_number(self.latency_seconds, "latency_seconds", positive=False)
-        require_number(self.seconds_per_byte, "seconds_per_byte", positive=False)
-        points = []
-        for index, point in enumerate(require_array(self.points, "points")):
-            if not isinstance(point, (list, tuple)) or len(point) != 2:
-                raise PlanError(f"found {describe(point)}, expected [bytes, seconds].", path=f"points[{index}]")
-            require_integer(point[0], f"points[{index}][0]", least=0, most=_LARGEST_BYTES)
-            require_number(point[1], f"points[{index}][1]", positive=True)
-            points.append((point[0], float(point[1])))
-        object.__setattr__(self, "points", tuple(points))
+    latency_seconds: float = entry(number())
+    seconds_per_byte: float = entry(number())
+    points: tuple[tuple[int, float], ...] = entry(several(Value(_accept_point, write=list)))
 
     def seconds(self, size: int) -> float:
         """The predicted seconds of a message of `size` bytes."""
@@ -221,92 +219,22 @@ class MessageTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class Network(Record):
     """Measured message times: `ping_pong` one way between two nodes, `all_reduce` over all ranks."""
 
-    ping_pong: MessageTimes
-    all_reduce: MessageTimes
+    ping_pong: MessageTimes = entry(record(MessageTimes))
+    all_reduce: MessageTimes = entry(record(MessageTimes))
+
+    @classmethod
+    def read(cls, document: object) -> Network:
+        """The `network` section of a profile file, which has the parts of `ping_pong` beside `all_reduce`."""
+        line = ("latency_seconds", "seconds_per_byte")
+        section = require_object(document, required=(*line, "ping_pong", "all_reduce"))
+        all_reduce = record(MessageTimes).from_document(section["all_reduce"], "all_reduce")
+        return cls(MessageTimes(*(section[key] for key in line), section["ping_pong"]), all_reduce)
 
     def to_dict(self) -> dict[str, Any]:
         """The network as JSON values."""
-        return {
-            "latency_seconds": self.ping_pong.latency_seconds,
-            "seconds_per_byte": self.ping_pong.seconds_per_byte,
-            "ping_pong": [list(point) for point in self.ping_pong.points],
-            "all_reduce": {
-                "latency_seconds": self.all_reduce.latency_seconds,
-                "seconds_per_byte": self.all_reduce.seconds_per_byte,
-                "points": [list(point) for point in self.all_reduce.points],
-            },
-        }
-
-
-def require_array(value: object, path: str) -> list[Any]:
-    """Returns `value` as a list; raises PlanError unless it is a list or tuple, empty or not."""
-    if not isinstance(value, (list, tuple)):
-        raise PlanError(f"found {describe(value)}, expected a list. Measure again.", path=path)
-    return list(value)
-
-
-def read_items(document: object, path: str, read: Callable[[object], _Item]) -> tuple[_Item, ...]:
-    """The entries of a list, each read by `read`; raises a PlanError with the index of a wrong entry."""
-    items = []
-    for index, entry in enumerate(require_array(document, path)):
-        with located(f"{path}[{index}]"):
-            items.append(read(entry))
-    return tuple(items)
-
-
-def read_script(document: object) -> ProfiledScript:
-    """The `subject` section of a profile file."""
-    return ProfiledScript(**require_object(document, required=("script", "arguments", "parameters", "gradient_bytes")))
-
-
-def read_rank(document: object) -> MeasuredRank:
-    """One entry of the `ranks` section of a profile file."""
-    names = ("rank", "max_micro_batch_size", "limited_by", "device", "optimizer_seconds")
-    names = (*names, "communication_load_seconds", "memory_limit_bytes")
-    required = (*names, "batch_sizes", "seconds", "spread", "memory", "bucket_ready")
-    # Profiles of earlier versions do not have the accumulation overhead.
-    section = require_object(document, required=required, optional=("accumulation_overhead_seconds",))
-    memory = None
-    if section["memory"] is not None:
-        with located("memory"):
-            points = require_object(section["memory"], required=("batch_sizes", "bytes"))
-            memory = _read_curve(MemoryCurve, points["batch_sizes"], points["bytes"], "bytes")
-    return MeasuredRank(
-        time=_read_curve(TimeCurve, section["batch_sizes"], section["seconds"], "seconds"),
-        spread=section["spread"],
-        memory=memory,
-        bucket_ready=read_items(section["bucket_ready"], "bucket_ready", _read_ready),
-        accumulation_overhead_seconds=section.get("accumulation_overhead_seconds", 0.0),
-        **{name: section[name] for name in names},
-    )
-
-
-def read_network(document: object) -> Network:
-    """The `network` section of a profile file."""
-    section = require_object(document, required=("latency_seconds", "seconds_per_byte", "ping_pong", "all_reduce"))
-    with located("all_reduce"):
-        keys = ("latency_seconds", "seconds_per_byte", "points")
-        all_reduce = MessageTimes(**require_object(section["all_reduce"], required=keys))
-    return Network(
-        MessageTimes(section["latency_seconds"], section["seconds_per_byte"], section["ping_pong"]), all_reduce
-    )
-
-
-def _read_ready(document: object) -> TimeCurve:
-    section = require_object(document, required=("batch_sizes", "seconds"))
-    return _read_curve(TimeCurve, section["batch_sizes"], section["seconds"], "seconds")
-
-
-def _read_curve(kind: type[_Item], batch_sizes: object, values: Sequence[Any], name: str) -> _Item:
-    # Entry by entry first: an error then names the place in the file, which the curve's own checks do not know.
-    for index, size in enumerate(require_array(batch_sizes, "batch_sizes")):
-        require_integer(size, f"batch_sizes[{index}]", least=1)
-    for index, value in enumerate(require_array(values, name)):
-        require_number(value, f"{name}[{index}]", positive=True)
-    try:
-        return kind(tuple(batch_sizes), tuple(values))
-    except ValueError as error:
-        raise PlanError(str(error), path=name) from None
+        line = self.ping_pong.to_dict()
+        points = line.pop("points")
+        return {**line, "ping_pong": points, "all_reduce": self.all_reduce.to_dict()}

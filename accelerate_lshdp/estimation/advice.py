@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelerate_lshdp.estimation.cluster_file import EstimatedCluster
 from accelerate_lshdp.estimation.estimates import Estimate
+from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 
 
@@ -33,12 +33,12 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> Advice:
+def advise(model: MeasuredModel, hardware: Hardware, estimates: Sequence[Estimate]) -> Advice:
     """Chooses among the estimates that fit the memory.
 
     Args:
         model: the measured model.
-        cluster: nodes and network.
+        hardware: the nodes and their link.
         estimates: of all strategies and formats; plain `ddp` must be among them.
     """
     fitting = [estimate for estimate in estimates if estimate.prediction is not None]
@@ -47,10 +47,10 @@ def advise(model: MeasuredModel, cluster: EstimatedCluster, estimates: Sequence[
     # Rounded gradients cost accuracy: they are worth a word only where they save time for certain.
     if exact is not None and lossy is not None and _seconds(lossy) > (1 - _ALIKE) * _seconds(exact):
         lossy = None
-    reasons = [_memory_reason(cluster, estimates)]
+    reasons = [_memory_reason(hardware, estimates)]
     if fitting:
         chosen = exact or lossy
-        reasons += [_network_reason(cluster, chosen), *_speed_reason(cluster, estimates, chosen)]
+        reasons += [_network_reason(hardware, chosen), *_speed_reason(hardware, estimates, chosen)]
     elif not any(estimate.fits for estimate in estimates):
         reasons.append("Nothing fits. " + _advice_if_nothing_fits(model))
     else:
@@ -75,7 +75,7 @@ def _complexity(strategy: str) -> int:
     return _SIMPLICITY.index(strategy) if strategy in _SIMPLICITY else len(_SIMPLICITY)
 
 
-def _memory_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> str:
+def _memory_reason(hardware: Hardware, estimates: Sequence[Estimate]) -> str:
     whole = next(estimate for estimate in estimates if estimate.strategy == "ddp")
     states = whole.memory[0].states / 1e9
     text = f"Parameters, gradients and optimizer states of one copy take {states:.3g} GB"
@@ -86,22 +86,22 @@ def _memory_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate]) -> 
     return f"{text}: a copy on every rank does not fit ({whole.problem}){rest}."
 
 
-def _network_reason(cluster: EstimatedCluster, chosen: Estimate) -> str:
+def _network_reason(hardware: Hardware, chosen: Estimate) -> str:
     prediction = chosen.prediction
     compute = max(rank.compute_seconds for rank in prediction.ranks)
     sent = max(prediction.bytes_between_nodes)
-    wire = cluster.link.seconds(sent)
+    wire = hardware.link.seconds(sent)
     if sent == 0:
         return f"There is one node, so nothing travels between nodes; ranks compute for {compute:.3g} s a step."
     bound = "the network" if wire > compute else "computing"
     return (
         f"With {chosen.label}, what a node sends in a step takes {wire:.3g} s on the wire"
-        f" ({cluster.bits_per_second / 1e9:.3g} Gb/s), and the slowest rank computes for {compute:.3g} s: {bound} sets"
+        f" ({hardware.bits_per_second / 1e9:.3g} Gb/s), and the slowest rank computes for {compute:.3g} s: {bound} sets"
         " the pace."
     )
 
 
-def _speed_reason(cluster: EstimatedCluster, estimates: Sequence[Estimate], chosen: Estimate) -> list[str]:
+def _speed_reason(hardware: Hardware, estimates: Sequence[Estimate], chosen: Estimate) -> list[str]:
     by_label = {estimate.label: estimate for estimate in estimates if estimate.prediction is not None}
     equal, unequal = (
         by_label.get(f"{name} {chosen.communication_dtype}")

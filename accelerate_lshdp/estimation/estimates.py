@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from accelerate_lshdp.documents.collectives import group_sizes
-from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK
 from accelerate_lshdp.documents.strategy import STRATEGIES as ALL_STRATEGIES
 from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
-from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, EstimatedNode
+from accelerate_lshdp.estimation.hardware import Hardware, NodeHardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
@@ -29,7 +29,7 @@ FORMATS = tuple(WIRE_FORMATS)
 #: measures them.
 _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS = 1.2e-9, 0.5e-3
 #: The link between host memory and a device, and between devices of one host: assumed to be PCIe 3.0 with 16 lanes.
-_PCI_EXPRESS = Link(20e-6, 1 / 12e9)
+_PCI_EXPRESS = LinkCost(20e-6, 1 / 12e9)
 #: Bytes of the process itself: libraries in host memory, kernels and workspaces on a device. Assumed.
 PROCESS_HOST_BYTES, PROCESS_DEVICE_BYTES = 400 * 2**20, 600 * 2**20
 #: Usable fraction of memory; the rest is for fragments and temporary tensors, which no estimate sees.
@@ -83,7 +83,7 @@ def formats_of(strategy: str, formats: Sequence[str] = FORMATS) -> list[str]:
 
 def estimate_all(
     model: MeasuredModel,
-    cluster: EstimatedCluster,
+    hardware: Hardware,
     total_batch_size: int,
     *,
     mixed_precision: str = "no",
@@ -94,7 +94,7 @@ def estimate_all(
 
     Args:
         model: the model, measured on fake tensors.
-        cluster: nodes and network.
+        hardware: the nodes and their link.
         total_batch_size: samples in a global batch.
         mixed_precision: "no", "bf16" or "fp16".
         formats: formats of gradients to estimate.
@@ -103,13 +103,13 @@ def estimate_all(
     Raises:
         ValueError: fewer samples than ranks, or another number of profiles.
     """
-    world = sum(cluster.node_sizes)
+    world = sum(hardware.node_sizes)
     if total_batch_size < world:
         raise ValueError(f"found a global batch of {total_batch_size}, expected at least {world}, one sample a rank")
     if profiles is not None and len(profiles) != world:
         raise ValueError(f"found a profile of {len(profiles)} ranks, expected {world}, as many as the cluster has")
     return [
-        _Estimator(model, cluster, total_batch_size, mixed_precision, profiles, strategy, name).estimate()
+        _Estimator(model, hardware, total_batch_size, mixed_precision, profiles, strategy, name).estimate()
         for strategy in STRATEGIES
         for name in formats_of(strategy, formats)
     ]
@@ -131,14 +131,14 @@ class _Estimator:
     def __init__(
         self,
         model: MeasuredModel,
-        cluster: EstimatedCluster,
+        hardware: Hardware,
         total: int,
         mixed_precision: str,
         profiles: Sequence[RankProfile] | None,
         strategy: str,
         communication_dtype: str,
     ) -> None:
-        self.model, self.cluster, self.total, self.mixed_precision = model, cluster, total, mixed_precision
+        self.model, self.hardware, self.total, self.mixed_precision = model, hardware, total, mixed_precision
         self.profiles, self.strategy, self.dtype = profiles, strategy, communication_dtype
         self.traits = strategy_traits(strategy)
         self.accumulates = False
@@ -146,14 +146,14 @@ class _Estimator:
     def estimate(self) -> Estimate:
         # Accumulation needs memory of its own, which makes micro-batches smaller, so it is tried without first.
         for self.accumulates in (False, True):
-            largest = [self._largest_micro_batch(node, index) for index, node in enumerate(self.cluster.nodes)]
+            largest = [self._largest_micro_batch(node, index) for index, node in enumerate(self.hardware.nodes)]
             if min(largest) < 1:
                 return self._misfit(largest.index(min(largest)))
             profiles = list(self._rank_profiles(largest))
             try:
                 micro_batches = self._micro_batches(profiles)
             except PlanningError as error:
-                return self._result([1] * len(self.cluster.nodes), (), None, f"no batch sizes: {error}", fits=True)
+                return self._result([1] * len(self.hardware.nodes), (), None, f"no batch sizes: {error}", fits=True)
             if max(steps for _, steps in micro_batches) == 1:
                 break
         prediction = predict_step(
@@ -165,10 +165,10 @@ class _Estimator:
             communication_dtype=self.dtype,
             wire_bytes=powersgd_bytes(self.model.matrices) if WIRE_FORMATS[self.dtype].wire_share is None else None,
         )
-        first_ranks = [sum(self.cluster.node_sizes[:node]) for node in range(len(self.cluster.nodes))]
+        first_ranks = [sum(self.hardware.node_sizes[:node]) for node in range(len(self.hardware.nodes))]
         samples = [
             max(size for size, _ in micro_batches[first : first + count])
-            for first, count in zip(first_ranks, self.cluster.node_sizes, strict=True)
+            for first, count in zip(first_ranks, self.hardware.node_sizes, strict=True)
         ]
         return self._result(samples, tuple(micro_batches), prediction, None, fits=True)
 
@@ -178,7 +178,7 @@ class _Estimator:
         memory = rank_memory(
             self.strategy,
             self.model.counts,
-            self.cluster.node_sizes,
+            self.hardware.node_sizes,
             state_bytes=STATE_BYTES[self.mixed_precision],
             communication_dtype=self.dtype,
             accumulates=self.accumulates,
@@ -188,15 +188,15 @@ class _Estimator:
             for rank, count in zip(memory, samples, strict=True)
         )
 
-    def _needs(self, node: EstimatedNode, rank: RankMemory) -> tuple[float | None, float]:
+    def _needs(self, node: NodeHardware, rank: RankMemory) -> tuple[float | None, float]:
         """Bytes of one device of a node (None: it has none), and of the node's host."""
         if node.device is None:
             return None, node.ranks * (rank.total_bytes + PROCESS_HOST_BYTES)
         return rank.device_bytes + PROCESS_DEVICE_BYTES, node.ranks * (rank.host_bytes + PROCESS_HOST_BYTES)
 
-    def _largest_micro_batch(self, node: EstimatedNode, index: int) -> int:
+    def _largest_micro_batch(self, node: NodeHardware, index: int) -> int:
         """The largest micro-batch, in samples, that a node's ranks have memory for."""
-        device, host = self._needs(node, self._memory([0] * len(self.cluster.nodes))[index])
+        device, host = self._needs(node, self._memory([0] * len(self.hardware.nodes))[index])
         each = self.model.activations(1)  # bytes; memory is linear in the samples
         rooms = []
         if device is not None and node.device.memory_bytes is not None:
@@ -210,12 +210,12 @@ class _Estimator:
         return int(min([self.total, *(max(0.0, room) for room in rooms)]))
 
     def _misfit(self, index: int) -> Estimate:
-        node = self.cluster.nodes[index]
-        device, host = self._needs(node, self._memory([1] * len(self.cluster.nodes))[index])
+        node = self.hardware.nodes[index]
+        device, host = self._needs(node, self._memory([1] * len(self.hardware.nodes))[index])
         problem = f"node {index} needs {host / 1e9:.3g} GB of host memory for one sample a rank"
         if device is not None and node.device.memory_bytes is not None and device > node.device.memory_bytes * _USABLE:
             problem = f"node {index} ({node.name}) needs {device / 1e9:.3g} GB on its device for one sample"
-        return self._result([1] * len(self.cluster.nodes), (), None, problem, fits=False)
+        return self._result([1] * len(self.hardware.nodes), (), None, problem, fits=False)
 
     def _result(
         self,
@@ -226,7 +226,7 @@ class _Estimator:
         fits: bool,
     ) -> Estimate:
         memory = self._memory(samples)
-        needs = [self._needs(node, rank) for node, rank in zip(self.cluster.nodes, memory, strict=True)]
+        needs = [self._needs(node, rank) for node, rank in zip(self.hardware.nodes, memory, strict=True)]
         devices, hosts = zip(*needs, strict=True)
         return Estimate(self.strategy, self.dtype, micro_batches, memory, devices, hosts, prediction, problem, fits)
 
@@ -234,8 +234,8 @@ class _Estimator:
 
     def _rank_profiles(self, largest: Sequence[int]) -> Iterator[RankProfile]:
         """The profile of each rank; its optimizer step is that of all parameters (`predict_step` takes a share)."""
-        of_rank = [most for most, node in zip(largest, self.cluster.nodes, strict=True) for _ in range(node.ranks)]
-        for rank, (node, most) in enumerate(zip(self.cluster.node_of_rank, of_rank, strict=True)):
+        of_rank = [most for most, node in zip(largest, self.hardware.nodes, strict=True) for _ in range(node.ranks)]
+        for rank, (node, most) in enumerate(zip(self.hardware.node_of_rank, of_rank, strict=True)):
             if self.profiles is not None:
                 measured = self.profiles[rank]
                 yield replace(measured, max_micro_batch_size=min(most, measured.max_micro_batch_size))
@@ -260,8 +260,8 @@ class _Estimator:
 
     def _shard_groups(self) -> list[list[int]]:
         """The ranks that share one copy of the parameters, group by group."""
-        world = sum(self.cluster.node_sizes)
-        size = group_sizes(self.traits, self.cluster.node_sizes)[0]
+        world = sum(self.hardware.node_sizes)
+        size = group_sizes(self.traits, self.hardware.node_sizes)[0]
         return [list(range(first, first + size)) for first in range(0, world, size)]
 
     def _model_size(self) -> ModelSize:
@@ -271,14 +271,14 @@ class _Estimator:
         return ModelSize(counts.parameters * each.gathered, counts.trainable * 4.0, units)
 
     def _cluster_model(self) -> ClusterModel:
-        nodes, cluster = self.cluster.nodes, self.cluster
+        nodes, hardware = self.hardware.nodes, self.hardware
         one_core = CommunicationCost(
             _SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS, WIRE_FORMATS[self.dtype].conversion_seconds
         )
-        has_devices = cluster.has_devices
+        has_devices = hardware.has_devices
         return ClusterModel(
-            cluster.node_sizes,
-            cluster.link,
+            hardware.node_sizes,
+            hardware.link,
             communication_costs=tuple(
                 CommunicationCost() if node.device is not None else one_core.on(node.cores) for node in nodes
             ),

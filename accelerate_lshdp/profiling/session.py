@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.documents.cluster import Cluster, Node
 from accelerate_lshdp.documents.curves import TimeCurve
-from accelerate_lshdp.documents.plan_sections import Cluster, Node
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies

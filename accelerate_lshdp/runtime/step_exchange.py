@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -53,6 +54,9 @@ class RankReport(NamedTuple):
     """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
 
 
+_REPORT_BYTES = len(RankReport._fields) * np.dtype(np.float64).itemsize
+
+
 class Announcement:
     """A call in which all ranks take part, announced on all of them, and not yet checked."""
 
@@ -82,14 +86,18 @@ class Announcement:
 
 
 class PendingReports:
-    """The reports of all ranks while they are being exchanged, beside the last gradients."""
+    """The reports of all ranks while they are being exchanged, beside the last gradients.
 
-    def __init__(
-        self, work: dist.Work | None, total: torch.Tensor, shape: torch.Size, lengths: Sequence[int], clock: WaitClock
-    ) -> None:
+    Args:
+        work: the exchange; None: there is one rank.
+        rows: uint8, one row a rank: its report in float64, then a bit for each parameter.
+        lengths: number of parameters of each model.
+        clock: counts the time that it blocks.
+    """
+
+    def __init__(self, work: dist.Work | None, rows: torch.Tensor, lengths: Sequence[int], clock: WaitClock) -> None:
         self._work = work
-        self._total = total
-        self._shape = shape
+        self._rows = rows
         self._lengths = lengths
         self._clock = clock
 
@@ -102,9 +110,11 @@ class PendingReports:
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
-        reports, *counts = self._total.split([self._shape.numel(), *self._lengths])
-        rows = reports.view(self._shape).tolist()
-        return [RankReport(*row[:4], *map(int, row[4:])) for row in rows], counts
+        rows = self._rows.numpy()
+        reports = np.frombuffer(rows[:, :_REPORT_BYTES].tobytes(), np.float64).reshape(len(rows), -1).tolist()
+        used = np.unpackbits(rows[:, _REPORT_BYTES:], axis=1, count=sum(self._lengths)).sum(axis=0)
+        counts = torch.from_numpy(used.astype(np.float64)).split(list(self._lengths))
+        return [RankReport(*row[:4], *map(int, row[4:])) for row in reports], list(counts)
 
 
 class PendingRows:
@@ -227,9 +237,8 @@ class StepExchange:
 
         It goes over a group of its own: where other ranks send no row, it must not be matched with their gradients.
         """
-        rows = torch.zeros(self.world_size, len(row), dtype=torch.float64)
-        rows[self.rank] = torch.tensor(row, dtype=torch.float64)
-        work = None if self._loss_group is None else dist.all_reduce(rows, group=self._loss_group, async_op=True)
+        own = torch.tensor(row, dtype=torch.float64)
+        work, rows = (None, own[None]) if self._loss_group is None else self._send_to_all(own, self._loss_group)
         return PendingRows(work, rows, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
@@ -240,10 +249,19 @@ class StepExchange:
             usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
-        # One message for everything, in float64, which holds the integers (up to 2**53) and the counts exactly. Its
-        # length is fixed: a rank that has left the step of the others must still send as many numbers.
-        reports = torch.zeros(self.world_size, len(report), dtype=torch.float64)
-        reports[self.rank] = torch.tensor(report, dtype=torch.float64)
-        total = torch.cat([reports.flatten(), *usages])
-        work = None if self.group is None else dist.all_reduce(total, group=self.group, async_op=True)
-        return PendingReports(work, total, reports.shape, [len(usage) for usage in usages], self.clock)
+        # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank that
+        # has left the step of the others must still send as many bytes.
+        used = torch.cat(list(usages)).numpy() if usages else np.empty(0)
+        row = np.concatenate([np.array(report, np.float64).view(np.uint8), np.packbits(used > 0)])
+        own = torch.from_numpy(row)
+        work, rows = (None, own[None]) if self.group is None else self._send_to_all(own, self.group)
+        return PendingReports(work, rows, [len(usage) for usage in usages], self.clock)
+
+    def _send_to_all(self, row: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        """Begins to send a row to every rank; returns the work and the rows of all ranks, shape (world, row)."""
+        # Every rank sends to every other one at once. A ring, as gloo's all-reduce is, would pass 2 (W - 1) messages
+        # one after the other, and each of them wakes a thread that may have to wait for a processor.
+        sent = row.repeat(self.world_size)
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return work, received.view(self.world_size, -1)

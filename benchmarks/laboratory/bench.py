@@ -10,7 +10,7 @@ from typing import Any
 from accelerate_lshdp.comparing.results import describe_machine, measured_results
 from laboratory.config import BenchmarkConfig
 from laboratory.driver import ClusterBenchmark
-from laboratory.emulated_cluster import ClusterDescription, EmulatedCluster
+from laboratory.emulated_cluster import Cluster, EmulatedCluster
 from laboratory.launches import make_launch
 
 
@@ -56,7 +56,7 @@ def require_emulation(config: BenchmarkConfig) -> None:
     """
     for nodes in config.clusters.values():
         for network in config.networks.values():
-            missing = EmulatedCluster.missing(ClusterDescription(nodes, network))
+            missing = EmulatedCluster.missing(Cluster(nodes, network))
             if missing is not None:
                 raise ValueError(
                     f"the cluster cannot be emulated here: {missing}. Or add --in-process: ranks then sleep to be"

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate_lshdp.comparing.config import ComparisonConfig, named_entries
-from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.cluster import Link, Node
+from accelerate_lshdp.documents.cluster_file import read_link, read_nodes
 from accelerate_lshdp.documents.value_checks import (
     PlanError,
     at_key,
@@ -43,8 +43,8 @@ class BenchmarkConfig(ComparisonConfig):
     REQUIRED: ClassVar[tuple[str, ...]] = ("clusters", "networks", *ComparisonConfig.REQUIRED)
     OPTIONAL: ClassVar[tuple[str, ...]] = ("limits",)
 
-    clusters: Mapping[str, tuple[NodeDescription, ...]]
-    networks: Mapping[str, NetworkDescription]
+    clusters: Mapping[str, tuple[Node, ...]]
+    networks: Mapping[str, Link]
     limits: tuple[Limit, ...] = ()
     # An emulated node has a part of a core for all of its ranks.
     threads: int = 1
@@ -84,25 +84,28 @@ def _optional_list(value: object, path: str, what: str) -> list[Any]:
     return [] if value is None or value == [] else require_list(value, path, what)
 
 
-def _read_networks(value: object) -> dict[str, NetworkDescription]:
+def _read_networks(value: object) -> dict[str, Link]:
     networks = {}
     for index, entry in enumerate(require_list(value, "networks", "network")):
         where = f"networks[{index}]"
         section = {"rate": entry} if isinstance(entry, str) else entry
-        section = require_object(section, where, required=("rate",), optional=("delay",))
-        with _described(where):
-            network = ClusterDescription.from_dict({"nodes": [{"cpu": 1}], "network": section}).network
+        link = read_link(section, where)
         name = ", ".join(str(part) for part in section.values())
         if name in networks:
             raise PlanError(f'found "{name}" twice, expected it once. Remove one of them.', path=where)
-        networks[name] = network
+        networks[name] = link
     return networks
 
 
-def _read_cluster(value: object, path: str) -> tuple[NodeDescription, ...]:
+def _read_cluster(value: object, path: str) -> tuple[Node, ...]:
     section = require_object(value, path, required=("nodes",))
-    with _described(path):
-        return ClusterDescription.from_dict({"nodes": section["nodes"], "network": {"rate": "1 Gb/s"}}).nodes
+    nodes = read_nodes(section["nodes"], f"{path}.nodes")
+    for index, node in enumerate(nodes):
+        if node.cores is None:
+            raise PlanError(
+                "found a node without cpu, expected the cores that it has. Add it.", path=f"{path}.nodes[{index}]"
+            )
+    return nodes
 
 
 def _read_limit(entry: object, path: str) -> Limit:
@@ -145,14 +148,3 @@ def _read_ratio(section: Mapping[str, Any], path: str) -> Ratio:
     require_choice(figure, f"{path}.figure", COMPARED)
     labels = [tuple(part) if isinstance(part, list) else (part,) for part in parts[:2]]
     return Ratio(labels[0], labels[1], parts[2], figure)
-
-
-@contextmanager
-def _described(path: str) -> Iterator[None]:
-    """Says where in the file a description of nodes or links is wrong."""
-    try:
-        yield
-    except PlanError:
-        raise
-    except ValueError as error:
-        raise PlanError(str(error), path=path) from None

@@ -14,7 +14,7 @@ from accelerate_lshdp.comparing.driver import BUILD_SECONDS, Comparison, kind_of
 from accelerate_lshdp.comparing.launch import ENGINE, PLAIN_FSDP2
 from accelerate_lshdp.comparing.measurement import Measurement
 from accelerate_lshdp.documents.profile import Profile
-from accelerate_lshdp.documents.profile_sections import read_network
+from accelerate_lshdp.documents.profile_sections import Network
 from laboratory.config import BenchmarkConfig
 from laboratory.emulated_cluster import ClusterError
 from laboratory.launches import LaboratoryLaunch
@@ -46,7 +46,7 @@ class ClusterBenchmark(Comparison):
         say: Callable[[str], None],
     ) -> None:
         nodes = [node.ranks for node in config.clusters[cluster]]
-        networks = {name: network.bits_per_second for name, network in config.networks.items()}
+        networks = {name: network.bandwidth_bits_per_second for name, network in config.networks.items()}
         super().__init__(config, cluster, nodes, model, launch, say, networks)
         self._measured: ClusterMeasurements | None = None
         self._formats: dict[str, Format] = {}
@@ -100,7 +100,7 @@ class ClusterBenchmark(Comparison):
         self._measured = ClusterMeasurements(
             nodes=launch.nodes,
             profile=Profile.from_dict(profile),
-            networks={name: (self.config.networks[name], read_network(network)) for name, network in measured.items()},
+            networks={name: (self.config.networks[name], Network.read(network)) for name, network in measured.items()},
             model=self._size,
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],

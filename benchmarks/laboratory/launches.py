@@ -19,10 +19,10 @@ from typing import Any
 from accelerate_lshdp.comparing.launch import CALL_SECONDS, ENGINE, Launch
 from accelerate_lshdp.comparing.memory_meter import MemoryMeter, proportional_set_size
 from accelerate_lshdp.comparing.rank_processes import RankPlace, RankProcesses, free_port, rank_environment
-from laboratory.emulated_cluster import ClusterDescription, EmulatedCluster, NetworkDescription, NodeDescription
+from laboratory.emulated_cluster import Cluster, EmulatedCluster, Link, Node
 
 
-FULL_SPEED = NetworkDescription(10e9)
+FULL_SPEED = Link(10e9)
 #: Inside a network namespace of its own, where nobody else listens.
 _PORT = 29500
 _COMMAND = (sys.executable, "-m", "laboratory.rank")
@@ -38,7 +38,7 @@ class LaboratoryLaunch(Launch):
         kinds: as in `Launch`.
     """
 
-    def __init__(self, nodes: Sequence[NodeDescription], threads: int, kinds: Sequence[str] = (ENGINE,)) -> None:
+    def __init__(self, nodes: Sequence[Node], threads: int, kinds: Sequence[str] = (ENGINE,)) -> None:
         super().__init__([node.ranks for node in nodes], kinds)
         self.nodes = list(nodes)
         self.node_of_rank = [index for index, node in enumerate(nodes) for _ in range(node.ranks)]
@@ -70,9 +70,9 @@ class LaboratoryLaunch(Launch):
             return ranks.call(method, timeout=timeout, **arguments)
 
     @contextmanager
-    def as_described(self, network: NetworkDescription) -> Iterator[None]:
+    def as_described(self, network: Link) -> Iterator[None]:
         """In the block the nodes have the speeds of their description, and this network."""
-        self._shape(network, [node.cpu for node in self.nodes])
+        self._shape(network, [node.cores for node in self.nodes])
         try:
             yield
         finally:
@@ -90,7 +90,7 @@ class LaboratoryLaunch(Launch):
         """Where each rank of the kind with this number runs."""
 
     @abstractmethod
-    def _shape(self, network: NetworkDescription, cores: Sequence[float] | None) -> None:
+    def _shape(self, network: Link, cores: Sequence[float] | None) -> None:
         """Sets network and cores of each node; None: full speed."""
 
     def memory_meter(self) -> MemoryMeter:
@@ -105,7 +105,7 @@ class EmulatedLaunch(LaboratoryLaunch):
     """On an `EmulatedCluster`: needs root."""
 
     def _open(self, stack: ExitStack) -> None:
-        description = ClusterDescription(tuple(self.nodes), FULL_SPEED)
+        description = Cluster(tuple(self.nodes), FULL_SPEED)
         self._cluster = stack.enter_context(EmulatedCluster(description))
         self._shape(FULL_SPEED, None)
 
@@ -123,7 +123,7 @@ class EmulatedLaunch(LaboratoryLaunch):
             places.append(RankPlace(environment, partial(self._cluster.popen, node)))
         return places
 
-    def _shape(self, network: NetworkDescription, cores: Sequence[float] | None) -> None:
+    def _shape(self, network: Link, cores: Sequence[float] | None) -> None:
         self._cluster.set_network(network)
         for node in range(len(self.nodes)):
             self._cluster.set_cpu(node, os.cpu_count() or 1 if cores is None else cores[node])
@@ -145,7 +145,7 @@ class LoopbackLaunch(LaboratoryLaunch):
         ranks = range(len(self.node_of_rank))
         return [RankPlace(_environment(r, self.node_sizes, port=port, threads=self.threads)) for r in ranks]
 
-    def _shape(self, network: NetworkDescription, cores: Sequence[float] | None) -> None:
+    def _shape(self, network: Link, cores: Sequence[float] | None) -> None:
         factors = [1.0] * len(self.node_of_rank)
         if cores is not None:
             shares = [cores[node] / self.node_sizes[node] for node in self.node_of_rank]
@@ -168,7 +168,7 @@ class LoopbackLaunch(LaboratoryLaunch):
 
 
 def make_launch(
-    nodes: Sequence[NodeDescription], threads: int, in_process: bool, kinds: Sequence[str]
+    nodes: Sequence[Node], threads: int, in_process: bool, kinds: Sequence[str]
 ) -> AbstractContextManager[LaboratoryLaunch]:
     """The processes on an emulated cluster, or on the loopback."""
     return (LoopbackLaunch if in_process else EmulatedLaunch)(nodes, threads, kinds)

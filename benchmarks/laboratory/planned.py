@@ -12,10 +12,10 @@ from typing import Any
 
 from accelerate_lshdp.comparing.batch_sizes import plan_micro_batches
 from accelerate_lshdp.comparing.cases import FULL_PRECISION, Case, equal_sizes, has_units
-from accelerate_lshdp.documents.cluster import NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.cluster import Link, Node
 from accelerate_lshdp.documents.collectives import collectives_of, group_sizes
 from accelerate_lshdp.documents.curves import RankProfile
-from accelerate_lshdp.documents.network import Link, ring_all_reduce
+from accelerate_lshdp.documents.network import LinkCost, ring_all_reduce
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.strategy import strategy_traits
@@ -79,9 +79,9 @@ class ClusterMeasurements:
         emulated_by_sleeping: ranks sleep to be slow, and no quota holds their nodes back.
     """
 
-    nodes: Sequence[NodeDescription]
+    nodes: Sequence[Node]
     profile: Profile
-    networks: Mapping[str, tuple[NetworkDescription, Network]]
+    networks: Mapping[str, tuple[Link, Network]]
     model: ModelSize
     formats: Mapping[str, Format]
     shared_memory: bool
@@ -140,7 +140,7 @@ class ClusterMeasurements:
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
             communication_costs=tuple(
-                communication_cost.on(node.cpu / mean(islice(slowdowns, node.ranks))) for node in self.nodes
+                communication_cost.on(node.cores / mean(islice(slowdowns, node.ranks))) for node in self.nodes
             ),
             processors=self._processors(speed),
             shared_memory=self.shared_memory and not case.is_peer,
@@ -166,10 +166,12 @@ class ClusterMeasurements:
         if self.emulated_by_sleeping:
             return tuple(Processors() for _ in self.nodes)
         machine = os.cpu_count() or 1
-        is_crowded = sum(min(node.cpu, node.ranks) for node in self.nodes) >= machine
+        is_crowded = sum(min(node.cores, node.ranks) for node in self.nodes) >= machine
         cores = iter(speed.cores if is_crowded else (0.0,) * len(speed.cores))
         return tuple(
-            Processors.under_quota(node.cpu, node.ranks, QUOTA_PERIOD_SECONDS, machine, sum(islice(cores, node.ranks)))
+            Processors.under_quota(
+                node.cores, node.ranks, QUOTA_PERIOD_SECONDS, machine, sum(islice(cores, node.ranks))
+            )
             for node in self.nodes
         )
 
@@ -181,7 +183,7 @@ class ClusterMeasurements:
         traits = strategy_traits(case.strategy)
         sizes = group_sizes(traits, [node.ranks for node in self.nodes])
         groups = [size for size, node in zip(sizes, self.nodes, strict=True) for _ in range(node.ranks)]
-        cores = [node.cpu / node.ranks for node in self.nodes for _ in range(node.ranks)]
+        cores = [node.cores / node.ranks for node in self.nodes for _ in range(node.ranks)]
         overheads = self.plain_overheads if case.is_peer else self.overheads
         profiles = []
         for place, rank in enumerate(self.profile.ranks):
@@ -229,7 +231,7 @@ class ClusterMeasurements:
             of_ranks = list(islice(loads, node.ranks))
             if min(of_ranks) > 0:  # else computing leaves some of the limit free, which sending takes unnoticed
                 idle += handled * exact.seconds_per_byte + count * node.ranks * exact.seconds_per_collective
-                loaded += sum(of_ranks) * node.cpu / node.ranks
+                loaded += sum(of_ranks) * node.cores / node.ranks
         ratio = max(1.0, loaded / idle) if idle > 0 else 1.0
         return replace(
             communication_cost,
@@ -238,14 +240,14 @@ class ClusterMeasurements:
             conversion_seconds_per_byte=ratio * communication_cost.conversion_seconds_per_byte,
         )
 
-    def _link(self, described: NetworkDescription, measured: Network) -> Link:
+    def _link(self, described: Link, measured: Network) -> LinkCost:
         """As fast as an all-reduce between nodes that do nothing else: a ring does not reach the link's rate."""
         nodes = [node.ranks for node in self.nodes]
-        link = Link.from_rate(GOODPUT * described.bits_per_second, measured.ping_pong.latency_seconds)
+        link = LinkCost.from_rate(GOODPUT * described.bandwidth_bits_per_second, measured.ping_pong.latency_seconds)
         if len(nodes) < 2:
             return link
-        ring = Link.from_all_reduce(0.0, measured.all_reduce.seconds_per_byte, nodes)
-        return Link(link.latency_seconds, max(link.seconds_per_byte, ring.seconds_per_byte))
+        ring = LinkCost.from_all_reduce(0.0, measured.all_reduce.seconds_per_byte, nodes)
+        return LinkCost(link.latency_seconds, max(link.seconds_per_byte, ring.seconds_per_byte))
 
 
 def read_formats(told: Sequence[Mapping[str, Any]], nodes: Sequence[int]) -> dict[str, Format]:

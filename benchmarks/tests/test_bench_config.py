@@ -42,8 +42,8 @@ def test_a_file_says_what_is_compared_where() -> None:
     assert [case.label for case in config.cases] == ["torch_ddp", "ddp fp32", "lshdp bf16", "lsdp fp32 (6 2)"]
     assert config.cases[2] == Case("lshdp", "bf16", PLAN)
     assert list(config.networks) == ["1 Gb/s", "250 Mb/s, 2 ms"]
-    assert config.networks["250 Mb/s, 2 ms"].delay_seconds == 0.002
-    assert [node.cpu for node in config.clusters["uneven"]] == [0.8, 0.4]
+    assert config.networks["250 Mb/s, 2 ms"].latency_seconds == 0.002
+    assert [node.cores for node in config.clusters["uneven"]] == [0.8, 0.4]
     assert config.limits[0].of == Ratio(("lshdp bf16",), ("torch_ddp", "ddp fp32"), "1 Gb/s", "step_seconds")
 
 
@@ -75,9 +75,9 @@ def test_the_files_of_this_repository_are_right(path: Path) -> None:
         ("total_batch_size", 9, "total_batch_size: found 9 samples for the 2 ranks .* expected a multiple"),
         ("total_batch_size", 1, "total_batch_size: found 1, expected at least 2"),
         ("profile_seconds", 0, r'strategies\[2\]: "lshdp bf16" trains with planned batch sizes, which need a profile'),
-        ("clusters.uneven.nodes.0", {"cpu": 0}, r"clusters.uneven: nodes\[0\].cpu: found 0"),
+        ("clusters.uneven.nodes.0", {"cpu": 0}, r"clusters.uneven.nodes\[0\].cpu: found 0"),
         ("clusters", {}, "clusters: found an object, expected an object with one entry"),
-        ("networks.0", "1 GB/s", r"networks\[0\]: network.rate: found '1 GB/s'"),
+        ("networks.0", "1 GB/s", r'networks\[0\].rate: found "1 GB/s"'),
         ("networks.1", "1 Gb/s", r'networks\[1\]: found "1 Gb/s" twice'),
         ("models.vit.kind", "bert", r'models.vit.kind: found "bert" .*expected one of "vit", "gpt2"'),
         ("limits.0.ratio", ["lshdp bf16", "torch_ddp"], r"limits\[0\].ratio: found a list of 2, expected \[label"),

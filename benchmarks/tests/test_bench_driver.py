@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from laboratory.config import BenchmarkConfig
 from laboratory.driver import ClusterBenchmark
-from laboratory.emulated_cluster import NetworkDescription
+from laboratory.emulated_cluster import Link
 from laboratory.speed_check import CheckedRank, Speed
 from pretended_launch import PretendedLaunch as RanksOfALaunch
 
@@ -34,8 +34,8 @@ class PretendedLaunch(RanksOfALaunch):
     """As of any launch, with networks that are described."""
 
     @contextmanager
-    def as_described(self, network: NetworkDescription) -> Iterator[None]:
-        with super().as_described(network.bits_per_second):
+    def as_described(self, network: Link) -> Iterator[None]:
+        with super().as_described(network.bandwidth_bits_per_second):
             yield
 
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 from laboratory import planned
-from laboratory.emulated_cluster import NetworkDescription, NodeDescription
 from laboratory.planned import GOODPUT, ClusterMeasurements, Format, Overheads
 from laboratory.speed_check import CheckedRank, Speed, speed_of
 
 from accelerate_lshdp.comparing.cases import Case
+from accelerate_lshdp.documents.cluster import Cluster, Link, Node
 from accelerate_lshdp.documents.plan import Strategy
-from accelerate_lshdp.documents.plan_sections import Cluster, Node
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.planning import TimeCurve
@@ -58,9 +57,9 @@ def measured_cluster(**changes) -> ClusterMeasurements:
         versions={"torch": "2.13.0"},
     )
     values = {
-        "nodes": (NodeDescription(1.0), NodeDescription(1.0)),
+        "nodes": (Node(1, cores=1.0), Node(1, cores=1.0)),
         "profile": profile,
-        "networks": {"fast": (NetworkDescription(1e12), network)},
+        "networks": {"fast": (Link(1e12), network)},
         "model": ModelSize(4000, 4000, (1500, 1500)),
         "formats": {"fp32": Format(4000, CommunicationCost())},
         "shared_memory": False,
@@ -101,7 +100,7 @@ def test_the_last_rank_that_computes_gets_all_of_its_quota(strategy: str, monkey
 
     In FSDP that is so in each unit.
     """
-    known = measured_cluster(nodes=(NodeDescription(1.0), NodeDescription(0.5)))
+    known = measured_cluster(nodes=(Node(1, cores=1.0), Node(1, cores=0.5)))
     crowded = replace(AS_PROFILED, cores=(1.0, 0.4))
     monkeypatch.setattr(planned, "QUOTA_PERIOD_SECONDS", 0.0)  # what is left over of a period does not matter here
 
@@ -137,13 +136,13 @@ def test_a_format_makes_backwards_as_much_longer_as_it_costs_by_bytes_and_reduct
 
 
 def test_ranks_that_sleep_have_no_quota() -> None:
-    nodes = (NodeDescription(1.0), NodeDescription(0.5))
+    nodes = (Node(1, cores=1.0), Node(1, cores=0.5))
     sleeping = measured_cluster(nodes=nodes, emulated_by_sleeping=True)
     assert sleeping._processors(AS_PROFILED) == (Processors(), Processors())
 
 
 def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:
-    nodes = (NodeDescription(1.0, ranks=2),)
+    nodes = (Node(2, cores=1.0),)
     known = measured_cluster(nodes=nodes, formats={"fp32": Format(4000, CommunicationCost(seconds_per_byte=1e-5))})
     other = replace(known, plain_overheads=Overheads(inside_seconds_per_byte=3e-5))
     # 4000 bytes are gathered twice and reduced.
@@ -156,7 +155,7 @@ def test_what_ranks_of_a_node_send_each_other_has_its_own_cost() -> None:
 def test_messages_that_computing_ranks_hold_back_take_longer() -> None:
     """Where they travel meanwhile; the one bucket is two of them between two nodes."""
     wire_seconds = 0.6
-    network = NetworkDescription(8 * 4000 / (wire_seconds * GOODPUT))
+    network = Link(8 * 4000 / (wire_seconds * GOODPUT))
     known = measured_cluster(networks={"fast": (network, measured_cluster().networks["fast"][1])})
     busy = replace(known, message_delay_seconds={"fast": 0.01, "another": 9.0})
     for strategy in ("ddp", "lsdp", "torch_ddp"):

@@ -15,10 +15,10 @@ import psutil
 import pytest
 from cluster_remains import named_shared_memory, remains
 from laboratory.emulated_cluster import (
-    ClusterDescription,
+    Cluster,
     EmulatedCluster,
-    NetworkDescription,
-    NodeDescription,
+    Link,
+    Node,
 )
 from launching import apply_environment, base_environment, rank_environment
 
@@ -59,7 +59,7 @@ class Training:
     """Ranks that train for a long time on the nodes of a cluster."""
 
     def __init__(self, folder: Path, ranks_per_node: int, strategy: str, communication: str = "fp32") -> None:
-        self.cluster = EmulatedCluster(ClusterDescription((NodeDescription(1.0),) * 2, NetworkDescription(1e9)))
+        self.cluster = EmulatedCluster(Cluster((Node(1, cores=1.0),) * 2, Link(1e9)))
         self.ranks: list[Rank] = []
         self._folder, self._ranks_per_node = folder, ranks_per_node
         self._arguments = [strategy, communication, str(TIMEOUT), "5000"]
@@ -130,7 +130,7 @@ def test_a_killed_node(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_slow_link_and_then_a_cut_one(tmp_path: Path) -> None:
     with Training(tmp_path, 1, "ddp") as training:
-        training.cluster.set_network(NetworkDescription(10e6), node=1)
+        training.cluster.set_network(Link(10e6), node=1)
         before, started = training.cluster.traffic()[1].sent_bytes, time.monotonic()
         training.wait_for_steps(training.ranks[0].steps() + 5, 30)
         sent = training.cluster.traffic()[1].sent_bytes - before

@@ -16,11 +16,11 @@ from pathlib import Path
 import laboratory.emulated_cluster.network as cluster_network
 import pytest
 from laboratory.emulated_cluster import (
-    ClusterDescription,
+    Cluster,
     ClusterError,
     EmulatedCluster,
-    NetworkDescription,
-    NodeDescription,
+    Link,
+    Node,
 )
 from laboratory.emulated_cluster.system import call
 from launching import has_ended
@@ -61,7 +61,7 @@ while time.monotonic() < ends:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[EmulatedCluster]:
-    description = ClusterDescription((NodeDescription(1.0),) * 3, NetworkDescription(1e9))
+    description = Cluster((Node(1, cores=1.0),) * 3, Link(1e9))
     with EmulatedCluster(description) as cluster:
         yield cluster
 
@@ -115,14 +115,14 @@ def transfer(cluster: EmulatedCluster, rate: float, *ways: tuple[int, int]) -> l
 
 
 def test_nobody_speaks_unasked() -> None:
-    with EmulatedCluster(ClusterDescription((NodeDescription(1.0),) * 2, NetworkDescription(1e9))) as cluster:
+    with EmulatedCluster(Cluster((Node(1, cores=1.0),) * 2, Link(1e9))) as cluster:
         time.sleep(1.5)  # an interface with an IPv6 address announces it in the first second
         assert cluster.traffic() == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize("rate", [1e9, 250e6])
 def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, rate: float) -> None:
-    cluster.set_network(NetworkDescription(rate))
+    cluster.set_network(Link(rate))
     transfer(cluster, rate, (0, 1))
     before = cluster.traffic()
     receiver = Receiver(cluster, 1, senders=1)
@@ -137,7 +137,7 @@ def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, ra
 
 def test_sending_and_receiving_are_limited_each_for_itself(cluster: EmulatedCluster) -> None:
     rate = 100e6
-    cluster.set_network(NetworkDescription(rate))
+    cluster.set_network(Link(rate))
     transfer(cluster, rate, (0, 1), (1, 0))  # both directions of a link
     transfer(cluster, rate, (0, 1), (2, 1))  # two senders to one receiver
 
@@ -151,23 +151,23 @@ def wait_for_traffic(cluster: EmulatedCluster, node: int, count: int) -> None:
 
 
 def test_one_link_can_be_made_slow_while_programs_run(cluster: EmulatedCluster) -> None:
-    cluster.set_network(NetworkDescription(1e9))
+    cluster.set_network(Link(1e9))
     receiver = Receiver(cluster, 1, senders=1)
     sender = send(cluster, 0, 1, seconds=60)
     wait_for_traffic(cluster, 0, 10_000_000)
-    cluster.set_network(NetworkDescription(10e6), node=0)
+    cluster.set_network(Link(10e6), node=0)
     before, started = cluster.traffic()[0].sent_bytes, time.monotonic()
     wait_for_traffic(cluster, 0, 500_000)
     # A bucket full of tokens may have been left.
     rate = (cluster.traffic()[0].sent_bytes - before - 72_000) * 8 / (time.monotonic() - started)
     assert 0.3 * 10e6 < rate < 1.05 * 10e6
     sender.kill()
-    cluster.set_network(NetworkDescription(1e9))
+    cluster.set_network(Link(1e9))
     receiver.result()
 
 
 def test_a_cut_link_carries_nothing_until_it_is_restored(cluster: EmulatedCluster) -> None:
-    cluster.set_network(NetworkDescription(1e8))
+    cluster.set_network(Link(1e8))
     receiver = Receiver(cluster, 1, senders=1)
     sender = send(cluster, 0, 1, seconds=60)
     wait_for_traffic(cluster, 0, 1_000_000)
@@ -183,9 +183,7 @@ def test_a_cut_link_carries_nothing_until_it_is_restored(cluster: EmulatedCluste
 
 
 @pytest.mark.skipif(
-    MISSING is None
-    and EmulatedCluster.missing(ClusterDescription((NodeDescription(1.0),), NetworkDescription(1e9, 1e-3)))
-    is not None,
+    MISSING is None and EmulatedCluster.missing(Cluster((Node(1, cores=1.0),), Link(1e9, 1e-3))) is not None,
     reason="this kernel has no sch_netem",
 )
 def test_delay_is_one_way_and_can_be_taken_back(cluster: EmulatedCluster) -> None:
@@ -201,7 +199,7 @@ trip()
 print(min(trip() for _ in range(3)))
 """
     for delay, least, most in ((0.02, 0.04, 0.08), (0.0, 0.0, 0.02)):
-        cluster.set_network(NetworkDescription(1e9, delay))
+        cluster.set_network(Link(1e9, delay))
         process = cluster.popen(0, python(code, cluster.nodes[1].address), stdout=subprocess.PIPE, text=True)
         assert least <= float(process.communicate(timeout=30)[0]) < most
 
@@ -216,7 +214,7 @@ def test_a_kernel_without_delays_says_so(
         cluster_network, "call", lambda *command, lines=(): call(str(refusing), *command[1:], lines=lines)
     )
     with pytest.raises(ClusterError, match="this kernel has no sch_netem: .* leave the delay out"):
-        cluster.set_network(NetworkDescription(1e9, 0.001))
+        cluster.set_network(Link(1e9, 0.001))
 
 
 def test_a_program_is_on_its_node_from_its_first_instruction(cluster: EmulatedCluster) -> None:

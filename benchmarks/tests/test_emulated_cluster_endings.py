@@ -12,30 +12,30 @@ from pathlib import Path
 import pytest
 from cluster_remains import remains
 from laboratory.emulated_cluster import (
-    ClusterDescription,
+    Cluster,
     ClusterError,
     EmulatedCluster,
-    NetworkDescription,
-    NodeDescription,
+    Link,
+    Node,
 )
 from launching import has_ended
 
 
 MISSING = EmulatedCluster.missing()
 needs_cluster = pytest.mark.skipif(MISSING is not None, reason=f"no emulated cluster here: {MISSING}")
-DESCRIPTION = ClusterDescription((NodeDescription(0.5), NodeDescription(0.5)), NetworkDescription(1e9))
+DESCRIPTION = Cluster((Node(1, cores=0.5), Node(1, cores=0.5)), Link(1e9))
 
 # Builds a cluster with two programs on it, one of which ignores everything but SIGKILL, and tells their ids.
 SCRIPT = """
 import os, signal, subprocess, sys
-from laboratory.emulated_cluster import ClusterDescription, EmulatedCluster, NetworkDescription, NodeDescription
+from laboratory.emulated_cluster import Cluster, EmulatedCluster, Link, Node
 from laboratory.emulated_cluster.cgroups import ControlGroup
 
 # Whoever runs the tests in the background may have told their children to ignore these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 memory = None if ControlGroup.missing(memory=True) else 2**30
-description = ClusterDescription((NodeDescription(0.5, memory), NodeDescription(0.5)), NetworkDescription(1e9))
+description = Cluster((Node(1, cores=0.5, memory_bytes=memory), Node(1, cores=0.5)), Link(1e9))
 try:
     with EmulatedCluster(description) as cluster:
         deaf = cluster.popen(0, ["sh", "-c", "trap '' TERM INT HUP; while :; do sleep 1; done"], stdout=-3, stderr=-3)
@@ -107,7 +107,7 @@ def test_the_next_run_removes_what_a_killed_one_left() -> None:
 @pytest.mark.root
 @needs_cluster
 def test_a_cluster_that_cannot_be_built_leaves_nothing() -> None:
-    too_slow = ClusterDescription((NodeDescription(0.5), NodeDescription(0.01)), NetworkDescription(1e9))
+    too_slow = Cluster((Node(1, cores=0.5), Node(1, cores=0.01)), Link(1e9))
     with pytest.raises(ValueError, match="take a longer period"), EmulatedCluster(too_slow):
         raise AssertionError("it was built")
     assert remains(os.getpid()) == []

@@ -22,7 +22,7 @@ from launching import base_environment
 from accelerate_lshdp import Plan
 from accelerate_lshdp.cli.main import make_parser
 from accelerate_lshdp.comparing.config import ComparisonConfig
-from accelerate_lshdp.estimation.cluster_file import load_cluster
+from accelerate_lshdp.documents.cluster_file import load_cluster
 from accelerate_lshdp.shim import script
 
 

@@ -10,10 +10,11 @@ import pytest
 from transformers import ViTConfig
 
 from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.documents.cluster_file import read_cluster
 from accelerate_lshdp.estimation.advice import advise
-from accelerate_lshdp.estimation.cluster_file import EstimatedCluster, read_cluster
 from accelerate_lshdp.estimation.devices import CORE_FLOPS, DEVICES, find_device
 from accelerate_lshdp.estimation.estimates import FORMATS, STRATEGIES, Estimate, estimate_all, powersgd_bytes
+from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 from accelerate_lshdp.planning import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cost.memory import ModelCounts
@@ -39,8 +40,8 @@ def model(parameters: int = 100_000_000, activations: float = 50e6) -> MeasuredM
     )
 
 
-def cluster(*nodes: dict, rate: str = "1 Gb/s") -> EstimatedCluster:
-    return read_cluster({"nodes": list(nodes), "network": {"rate": rate}})
+def cluster(*nodes: dict, rate: str = "1 Gb/s") -> Hardware:
+    return Hardware.of(read_cluster({"nodes": list(nodes), "network": {"rate": rate}}))
 
 
 def by_label(estimates: list[Estimate]) -> dict[str, Estimate]:
@@ -87,7 +88,7 @@ def test_the_command_end_to_end(
         ({"--formats": "fp8"}, "--formats fp8"),
         ({"--total-batch-size": "3"}, "at least 4, one sample a rank"),
         ({"--sequence-length": "0"}, "--sequence-length 0"),
-        ({"--cluster": "nowhere.yaml"}, "no cluster that can be read"),
+        ({"--cluster": "nowhere.yaml"}, "found no such file, expected a cluster"),
         ({"--model": "nowhere.json"}, "no file or folder nowhere.json"),
         ({"--profile": "nowhere.json"}, "nowhere.json: found nothing that can be read"),
     ],
@@ -122,7 +123,7 @@ def test_cluster_files_describe_real_and_emulated_nodes() -> None:
         ({"device": "Abacus"}, "unknown device 'Abacus' without tflops"),
         ({"device": 3}, "the name of a product"),
         ({"device": "T4", "tflops": -1}, "more than 0"),
-        ({"device": "T4", "device_memory": "16"}, "device_memory: found '16'"),
+        ({"device": "T4", "device_memory": "16"}, 'device_memory: found "16"'),
         ({"cpu": 1, "device_memory": "16 GiB"}, "without a device"),
         ({"ranks": 1}, "cpu"),
         ({"cpu": 1, "gpu": "T4"}, "unknown key"),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from accelerate_lshdp.cli.plan_prediction import predict
+from accelerate_lshdp.documents.cluster import Cluster, Node
 from accelerate_lshdp.documents.plan import Plan
-from accelerate_lshdp.documents.plan_sections import Cluster, Node
 from accelerate_lshdp.documents.profile import Profile, write_profiles
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.documents.strategy import Strategy

@@ -11,7 +11,7 @@ import pytest
 from accelerate_lshdp.documents.network import (
     PAYLOAD_SHARE,
     Collective,
-    Link,
+    LinkCost,
     all_to_all,
     quantised_all_reduce,
     ring_all_gather,
@@ -95,17 +95,17 @@ def test_bytes_are_those_of_all_messages(collective: Collective, nodes: tuple[in
 
 def test_seconds_of_known_networks() -> None:
     # 300 M parameters in fp16 on 4 nodes at 1 Gb/s: 600 MB, 2 * 3/4 of them, at 125 MB/s.
-    wire = Link(0.0, 8e-9)
+    wire = LinkCost(0.0, 8e-9)
     assert ring_all_reduce(600e6, [1] * 4).seconds(wire) == pytest.approx(7.2)
     # What full sharding sends there: two all-gathers and a reduce-scatter.
     gathers = 2 * ring_all_gather(600e6, [1] * 4).seconds(wire)
     assert gathers + all_to_all(600e6, [1] * 4).seconds(wire) == pytest.approx(10.8)
     # Latency counts once for every message that waits for another one.
-    slow = Link(0.5, 0.0)
+    slow = LinkCost(0.5, 0.0)
     assert ring_all_reduce(1.0, [1] * 4).seconds(slow) == pytest.approx(6 * 0.5)
     assert all_to_all(1.0, [1] * 4).seconds(slow) == pytest.approx(0.5)
     # A node alone has nobody to send to.
-    assert ring_all_reduce(1e9, [4]).seconds(Link(0.5, 1.0)) == 0.0
+    assert ring_all_reduce(1e9, [4]).seconds(LinkCost(0.5, 1.0)) == 0.0
 
 
 def test_two_stages_halve_what_two_nodes_of_two_ranks_send() -> None:
@@ -120,17 +120,17 @@ def test_two_stages_halve_what_two_nodes_of_two_ranks_send() -> None:
 
 
 def test_link_from_a_rate_and_from_a_measured_all_reduce() -> None:
-    link = Link.from_rate(1e9, 0.001)
+    link = LinkCost.from_rate(1e9, 0.001)
     assert 8 / link.seconds_per_byte / 1e6 == pytest.approx(957, abs=1)  # as iperf3 measured
     assert link.latency_seconds == 0.001
     assert PAYLOAD_SHARE < 1
-    again = Link.from_all_reduce(
+    again = LinkCost.from_all_reduce(
         ring_all_reduce(0.0, [1, 2]).rounds * 0.001, ring_all_reduce(1.0, [1, 2]).seconds(link) - 4 * 0.001, [1, 2]
     )
     assert again.latency_seconds == pytest.approx(link.latency_seconds)
     assert again.seconds_per_byte == pytest.approx(link.seconds_per_byte)
-    for wrong in (lambda: Link(-1, 0), lambda: Link(0, float("nan")), lambda: Link.from_rate(0)):
+    for wrong in (lambda: LinkCost(-1, 0), lambda: LinkCost(0, float("nan")), lambda: LinkCost.from_rate(0)):
         with pytest.raises(ValueError, match="correct the link"):
             wrong()
     with pytest.raises(ValueError, match="between nodes"):
-        Link.from_all_reduce(0, 1, [4])
+        LinkCost.from_all_reduce(0, 1, [4])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.documents.strategy import STRATEGIES, SharedBy
 from accelerate_lshdp.planning import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
@@ -18,8 +18,8 @@ from accelerate_lshdp.planning.cost.step_simulation import Processors
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
-WIRE = Link(0.0, 1e-8)
-FREE = Link(0.0, 0.0)
+WIRE = LinkCost(0.0, 1e-8)
+FREE = LinkCost(0.0, 0.0)
 #: 80 MB in 4 units of 15 MB; the rest is the root.
 MODEL = ModelSize(80e6, 80e6, (15e6,) * 4)
 
@@ -30,7 +30,7 @@ def rank(seconds_per_sample: float = 0.1, optimizer: float = 0.0, **options) -> 
     )
 
 
-def predict(strategy: str, nodes=(1, 1), sizes=None, link: Link = WIRE, model: ModelSize = MODEL, **options):
+def predict(strategy: str, nodes=(1, 1), sizes=None, link: LinkCost = WIRE, model: ModelSize = MODEL, **options):
     world = sum(nodes)
     profiles = options.pop("profiles", [rank()] * world)
     dtype = options.pop("communication_dtype", "fp32")
@@ -180,7 +180,7 @@ def test_powersgd_has_few_buckets() -> None:
     # 16 buckets that are ready at the end, 2 rounds of 10 ms each: PowerSGD puts five of them into one.
     ready = {"profiles": [rank(bucket_ready=[TimeCurve([1, 64], [0.1, 6.4])] * 16)] * 2}
     ready["model"] = replace(MODEL, ready_bytes=(5e6,) * 16)
-    slow = Link(0.01, 0.0)
+    slow = LinkCost(0.01, 0.0)
     assert predict("lsdp", link=slow, **ready).seconds == pytest.approx(0.6 + 16 * 0.02)
     few = predict("lsdp", link=slow, communication_dtype="powersgd", wire_bytes=1e6, **ready)
     assert few.seconds == pytest.approx(0.6 + 4 * 0.02)
@@ -194,13 +194,13 @@ def test_world_sharded_strategies_wait_for_everything_without_streams() -> None:
     assert sent * 1e-8 <= slow < 0.6 + sent * 1e-8
     # What nothing hides: the root and the first unit before the forward, a unit before the backward, and a unit and
     # the root after it.
-    fast = predict("fsdp", streams=True, link=Link(0.0, 1e-9)).seconds
+    fast = predict("fsdp", streams=True, link=LinkCost(0.0, 1e-9)).seconds
     assert fast == pytest.approx(0.6 + 0.5 * (2 * 20e6 + 3 * 15e6) * 1e-9)
 
 
 def test_handling_delays_the_slow_node_only() -> None:
     communication_costs = (CommunicationCost(), CommunicationCost(seconds_per_byte=4e-9))
-    predicted = predict("lsdp", link=Link(0.0, 1e-9), communication_costs=communication_costs, sizes=[6, 12])
+    predicted = predict("lsdp", link=LinkCost(0.0, 1e-9), communication_costs=communication_costs, sizes=[6, 12])
     # Half of a processor at most: 0.32 s of communication beside 1.2 s of computing, all but that of the root in time.
     assert predicted.ranks[1].communication_seconds > 0.2
     assert predicted.ranks[0].communication_seconds == 0
@@ -219,19 +219,21 @@ def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:
     shared = predict("lsdp", nodes, link=FREE, communication_costs=communication_costs, shared_memory=True)
     assert shared.bytes_inside_nodes == (0, 0)
     assert computing.seconds < shared.seconds < sockets.seconds - 0.2
-    assert predict("lsdp", nodes, link=FREE, inside=Link(0, 1e-9)).seconds == pytest.approx(computing.seconds + 0.12)
-    offloaded = {"link": FREE, "device_link": Link(0, 1e-9)}
+    assert predict("lsdp", nodes, link=FREE, inside=LinkCost(0, 1e-9)).seconds == pytest.approx(
+        computing.seconds + 0.12
+    )
+    offloaded = {"link": FREE, "device_link": LinkCost(0, 1e-9)}
     assert predict("lsdp", **offloaded).seconds == pytest.approx(0.6 + 3 * 0.08)
     assert predict("group_sharding", **offloaded).seconds == pytest.approx(0.6)
 
 
 def test_world_sharded_strategies_use_links_inside_nodes_and_to_devices() -> None:
     # Units are gathered twice, the root once, and all are reduced: 220 MB, half of them for each of two ranks.
-    inside = Link(0, 1e-9)
+    inside = LinkCost(0, 1e-9)
     assert predict("fsdp", (2,), link=FREE).seconds == pytest.approx(0.6)
     assert predict("fsdp", (2,), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
     assert predict("fsdp", (2, 2), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
-    assert predict("ddp", (2,), link=FREE, inside=Link(0, 1e-8)).seconds > 0.6 + 0.2
+    assert predict("ddp", (2,), link=FREE, inside=LinkCost(0, 1e-8)).seconds > 0.6 + 0.2
     # Where the ring goes through both kinds of links, the slower one counts.
     assert predict("ddp", (2, 2), inside=inside).seconds == pytest.approx(predict("ddp", (2, 2)).seconds)
     offloaded = {"link": FREE, "device_link": inside}
@@ -291,7 +293,7 @@ def test_describes_steps_that_were_measured() -> None:
         ]
         costs = SHARDING if "fsdp" in strategy or strategy == "zero2" else SENDING
         predicted = predict(
-            strategy, (1,) * 4, sizes=sizes, link=Link.from_rate(0.95 * rate, 7e-5), model=model,
+            strategy, (1,) * 4, sizes=sizes, link=LinkCost.from_rate(0.95 * rate, 7e-5), model=model,
             profiles=profiles, communication_dtype=dtype, load_seconds=LOADS,
             communication_costs=tuple(costs.on(share) for share in cores), processors=processors,
             message_delay_seconds=DELAYS[rate],
@@ -320,10 +322,10 @@ def test_a_slower_network_or_more_bytes_are_never_faster(
     streams: bool,
 ) -> None:
     options = {"communication_costs": (CommunicationCost(cpu_seconds_per_byte),) * len(nodes), "streams": streams}
-    usual = predict(strategy, nodes, link=Link(1e-4, seconds_per_byte), **options)
-    slow = predict(strategy, nodes, link=Link(1e-4, slower * seconds_per_byte), **options)
+    usual = predict(strategy, nodes, link=LinkCost(1e-4, seconds_per_byte), **options)
+    slow = predict(strategy, nodes, link=LinkCost(1e-4, slower * seconds_per_byte), **options)
     model = ModelSize(slower * 80e6, slower * 80e6, (slower * 15e6,) * 4)
-    large = predict(strategy, nodes, link=Link(1e-4, seconds_per_byte), model=model, **options)
+    large = predict(strategy, nodes, link=LinkCost(1e-4, seconds_per_byte), model=model, **options)
     assert slow.seconds >= usual.seconds - 1e-9
     # More buckets make a finer overlap, which may save a little.
     assert large.seconds >= usual.seconds - (0.05 if STRATEGIES[strategy].shared_by is SharedBy.NOBODY else 1e-9)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from accelerate_lshdp.documents.cluster import Cluster, Node
 from accelerate_lshdp.documents.curves import MemoryCurve
-from accelerate_lshdp.documents.plan_sections import Cluster, Node
 from accelerate_lshdp.documents.profile import Profile, ProfileError, read_profiles, write_profiles
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.planning import RankProfile, TimeCurve

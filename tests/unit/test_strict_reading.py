@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate_lshdp.cli.launch_config import read_launch_config
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.comparing.config import ComparisonConfig, ConfigError
-from accelerate_lshdp.documents.cluster import ClusterDescription
+from accelerate_lshdp.documents.cluster_file import load_cluster, read_cluster
 from accelerate_lshdp.documents.strict_reading import parse_yaml, read_yaml
 from accelerate_lshdp.documents.value_checks import PlanError
 
@@ -85,7 +85,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_every_reader_of_a_cluster_names_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"a.yaml: .*(found|expected)"):
-        ClusterDescription.load(tmp_path / "a.yaml")
+        load_cluster(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match=r"a.yaml: .*(found|expected)"):
         ComparisonConfig.load(tmp_path / "a.yaml")
 
@@ -101,7 +101,7 @@ def test_every_reader_of_a_cluster_names_its_file(tmp_path: Path, text: str) -> 
 )
 def test_sizes_of_no_machine(node: dict, message: str) -> None:
     with pytest.raises(ValueError, match=rf"nodes\[0\].{message}: found .*expected"):
-        ClusterDescription.from_dict({"nodes": [node], "network": {"rate": "1 Gb/s"}})
+        read_cluster({"nodes": [node], "network": {"rate": "1 Gb/s"}})
 
 
 LAUNCH = {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from accelerate_lshdp.documents.network import Link
+from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 
@@ -88,11 +88,11 @@ class ClusterModel:
     """
 
     nodes: tuple[int, ...]
-    link: Link
+    link: LinkCost
     communication_costs: tuple[CommunicationCost, ...] = ()
     processors: tuple[Processors, ...] = ()
-    inside: Link | None = None
-    device_link: Link | None = None
+    inside: LinkCost | None = None
+    device_link: LinkCost | None = None
     shared_memory: bool = False
     two_stage: bool = True
     streams: bool = False

@@ -6,18 +6,20 @@ Network namespaces, a bridge and ``tc`` make the network, cgroups make the nodes
 
 from __future__ import annotations
 
-from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
-from laboratory.emulated_cluster.cluster import EmulatedCluster, Node
+from accelerate_lshdp.documents.cluster import Cluster, Link, Node
+from laboratory.emulated_cluster.cluster import EmulatedCluster, RunningNode
 from laboratory.emulated_cluster.network import Traffic
 from laboratory.emulated_cluster.system import ClusterError
 
 
 __all__ = [
-    "ClusterDescription",
+    "Cluster",
     "ClusterError",
     "EmulatedCluster",
-    "NetworkDescription",
+    "Link",
     "Node",
-    "NodeDescription",
+    "RunningNode",
+    "Node",
+    "RunningNode",
     "Traffic",
 ]

@@ -18,7 +18,7 @@ from shutil import which
 from types import FrameType
 from typing import Any
 
-from accelerate_lshdp.documents.cluster import ClusterDescription, NetworkDescription, NodeDescription
+from accelerate_lshdp.documents.cluster import Cluster, Link, Node
 from laboratory.emulated_cluster.cgroups import ControlGroup
 from laboratory.emulated_cluster.network import INTERFACE, ClusterNetwork, Traffic
 from laboratory.emulated_cluster.running import run_on_nodes
@@ -31,7 +31,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Node:
+class RunningNode:
     """A node of a cluster that has been built.
 
     Args:
@@ -46,13 +46,13 @@ class Node:
     address: str
     interface: str
     namespace: str
-    description: NodeDescription
+    description: Node
 
 
 class EmulatedCluster:
     """Nodes of different speed behind a slow network, on this machine. A context manager; needs root.
 
-        with EmulatedCluster(ClusterDescription.load("cluster.yaml")) as cluster:
+        with EmulatedCluster(load_cluster("cluster.yaml")) as cluster:
             codes = cluster.run([["python", "train.py", "--node", str(node.index)] for node in cluster.nodes])
 
     However the block ends (an exception, Ctrl-C, SIGTERM and SIGHUP included), the nodes' processes are ended and
@@ -68,9 +68,9 @@ class EmulatedCluster:
         ValueError: (when entered) a share of a core too small for the period.
     """
 
-    def __init__(self, description: ClusterDescription, period_seconds: float = 0.02) -> None:
+    def __init__(self, description: Cluster, period_seconds: float = 0.02) -> None:
         self.description = description
-        self.nodes: list[Node] = []
+        self.nodes: list[RunningNode] = []
         self._period_seconds = period_seconds
         self._groups: list[ControlGroup] = []
         self._network: ClusterNetwork | None = None
@@ -78,7 +78,7 @@ class EmulatedCluster:
         self._made = ExitStack()
 
     @classmethod
-    def missing(cls, description: ClusterDescription | None = None) -> str | None:
+    def missing(cls, description: Cluster | None = None) -> str | None:
         """What keeps clusters from being built here, None if nothing does. It tries.
 
         Args:
@@ -87,8 +87,8 @@ class EmulatedCluster:
         reason = _missing_basics()
         if reason is not None:
             return reason
-        wanted = description or ClusterDescription((NodeDescription(0.5),), NetworkDescription(1e9))
-        tried = ClusterDescription(wanted.nodes[:1], wanted.network)
+        wanted = description or Cluster((Node(1, cores=0.5),), Link(1e9))
+        tried = Cluster(wanted.nodes[:1], wanted.link)
         try:
             with cls(tried) as cluster:
                 code = cluster.popen(0, ["true"]).wait(timeout=10)
@@ -106,17 +106,17 @@ class EmulatedCluster:
             # Groups first: what an earlier run left running is ended with its groups, and only then do its network
             # namespaces go away.
             for index, node in enumerate(self.description.nodes):
-                group = ControlGroup(f"node{index}", node.cpu, node.memory_bytes, self._period_seconds)
+                group = ControlGroup(f"node{index}", node.cores, node.memory_bytes, self._period_seconds)
                 made.callback(group.remove)
                 self._groups.append(group)
-            network = ClusterNetwork(len(self.description.nodes), self.description.network)
+            network = ClusterNetwork(len(self.description.nodes), self.description.link)
             made.callback(network.remove)
             made.callback(self._end_processes)
             atexit.register(self.close)
             self._made = made.pop_all()
         for index, node in enumerate(self.description.nodes):
             address, namespace = network.addresses[index], network.namespaces[index]
-            self.nodes.append(Node(index, address, INTERFACE, namespace, node))
+            self.nodes.append(RunningNode(index, address, INTERFACE, namespace, node))
         self._network = network
         return self
 
@@ -179,7 +179,7 @@ class EmulatedCluster:
             raise ValueError(f"found {len(commands)} commands, expected one for each of {len(self.nodes)} nodes")
         return run_on_nodes(self.popen, self.kill_node, commands, {**os.environ, **(env or {})}, timeout)
 
-    def set_network(self, network: NetworkDescription, node: int | None = None) -> None:
+    def set_network(self, network: Link, node: int | None = None) -> None:
         """Changes rate and delay of all links, or of one node's, while programs run."""
         built = self._built()
         for index in range(len(self.nodes)) if node is None else [node]:

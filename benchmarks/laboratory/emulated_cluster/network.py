@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from accelerate_lshdp.documents.cluster import NetworkDescription
+from accelerate_lshdp.documents.cluster import Link
 from laboratory.emulated_cluster.system import PREFIX, ClusterError, call, is_leftover, unique_name
 
 
@@ -42,13 +42,13 @@ class ClusterNetwork:
 
     Args:
         count: number of nodes.
-        network: their links.
+        link: of every node.
 
     Raises:
         ClusterError: what failed. Nothing is left behind.
     """
 
-    def __init__(self, count: int, network: NetworkDescription) -> None:
+    def __init__(self, count: int, link: Link) -> None:
         remove_leftover_namespaces()
         self.namespaces = [unique_name(f"node{node}") for node in range(count)]
         self.addresses = [_ADDRESS.format(node + 1) for node in range(count)]
@@ -57,7 +57,7 @@ class ClusterNetwork:
         try:
             self._build()
             for node in range(count):
-                self.shape(node, network)
+                self.shape(node, link)
         except BaseException:
             self.remove()
             raise
@@ -86,18 +86,18 @@ class ClusterNetwork:
             ]
             call("ip", "-n", namespace, "-batch", "-", lines=lines)
 
-    def shape(self, node: int, network: NetworkDescription) -> None:
+    def shape(self, node: int, link: Link) -> None:
         """Sets the rate and the delay of a node's link, at once."""
-        sending = [f"qdisc replace dev {INTERFACE} root handle 1: {_tbf(network)}"]
-        if network.delay_seconds:
+        sending = [f"qdisc replace dev {INTERFACE} root handle 1: {_tbf(link)}"]
+        if link.latency_seconds:
             # The whole delay of the way to another node is here. The limit counts segments: enough for the rate.
-            waiting = round(network.bits_per_second * network.delay_seconds / 8 / 1500) + 10_000
-            delay = f"delay {network.delay_seconds * 1e6:.0f}us limit {waiting}"
+            waiting = round(link.bandwidth_bits_per_second * link.latency_seconds / 8 / 1500) + 10_000
+            delay = f"delay {link.latency_seconds * 1e6:.0f}us limit {waiting}"
             sending.append(f"qdisc replace dev {INTERFACE} parent 1:1 handle 10: netem {delay}")
         elif "netem" in call("tc", "-n", self.namespaces[node], "qdisc", "show", "dev", INTERFACE):
             sending.append(f"qdisc delete dev {INTERFACE} parent 1:1 handle 10:")
         _shape(self.namespaces[node], sending)
-        _shape(self._switch, [f"qdisc replace dev {_port(node)} root handle 1: {_tbf(network)}"])
+        _shape(self._switch, [f"qdisc replace dev {_port(node)} root handle 1: {_tbf(link)}"])
 
     def set_connected(self, node: int, connected: bool) -> None:
         """Pulls a node's cable out of the switch, or puts it back."""
@@ -146,7 +146,7 @@ def _port(node: int) -> str:
     return f"node{node}"
 
 
-def _tbf(network: NetworkDescription) -> str:
+def _tbf(link: Link) -> str:
     """A token bucket filter for one direction of a link, in tc's words.
 
     TCP hands segments of up to 64 KiB to the interface and the kernel cuts them into packets as late as it can
@@ -159,6 +159,6 @@ def _tbf(network: NetworkDescription) -> str:
     nodes send to one: a much longer one would delay all else on the link, with a much shorter one TCP loses segments
     and waits for its timers.
     """
-    burst = max(72_000, round(network.bits_per_second / 8 * 4e-3))
+    burst = max(72_000, round(link.bandwidth_bits_per_second / 8 * 4e-3))
     limit = 4 * burst
-    return f"tbf rate {network.bits_per_second:.0f}bit burst {burst} limit {limit}"
+    return f"tbf rate {link.bandwidth_bits_per_second:.0f}bit burst {burst} limit {limit}"
