@@ -122,9 +122,7 @@ def _bytes(found: object, path: str) -> int:
 
 def _number(found: object, path: str, most: float, what: str) -> float:
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found <= most:
-        raise PlanError(
-            f"found {describe(found)}, expected {what}, a number of more than 0. Correct this value.", path=path
-        )
+        raise PlanError(f"found {describe(found)}, expected {what}, more than 0. Correct this value.", path=path)
     return float(found)
 
 

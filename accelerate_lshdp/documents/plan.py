@@ -123,11 +123,11 @@ class Plan(Record):
         if isinstance(sizes, (str, bytes, Mapping, Set)) or not isinstance(sizes, Iterable):
             raise PlanError(f"found {describe(sizes)} for the batch sizes, expected a list with one entry a rank.")
         ranks = []
-        for rank, entry in enumerate(sizes):
+        for rank, size in enumerate(sizes):
             with located(f"batch.ranks[{rank}]"):
-                pair = entry if isinstance(entry, (list, tuple)) else (entry, 1)
+                pair = size if isinstance(size, (list, tuple)) else (size, 1)
                 if len(pair) != 2:
-                    raise PlanError(f"found {describe(entry)}, expected a size or (size, accumulation steps).")
+                    raise PlanError(f"found {describe(size)}, expected a size or (size, accumulation steps).")
                 ranks.append(RankBatch(rank, *(plain_integer(number) for number in pair)))
         with located("batch"):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
@@ -213,19 +213,19 @@ class Plan(Record):
     @property
     def batch_sizes(self) -> list[int] | None:
         """Samples of each rank in a global batch; None for equal batches, and for automatic ones before the run."""
-        return None if self.batch is None else [entry.batch_size for entry in self.batch.ranks]
+        return None if self.batch is None else [part.batch_size for part in self.batch.ranks]
 
     @property
     def micro_batches(self) -> list[tuple[int, int]] | None:
         """(micro-batch size, accumulation steps) of each rank; None for equal batches."""
         if self.batch is None:
             return None
-        return [(entry.micro_batch_size, entry.accumulation_steps) for entry in self.batch.ranks]
+        return [(part.micro_batch_size, part.accumulation_steps) for part in self.batch.ranks]
 
     @property
     def has_accumulation(self) -> bool:
         """Whether some rank has more than one micro-batch in a global batch."""
-        return self.batch is not None and any(entry.accumulation_steps > 1 for entry in self.batch.ranks)
+        return self.batch is not None and any(part.accumulation_steps > 1 for part in self.batch.ranks)
 
     def check(self, world_size: int, shard_groups: Sequence[Sequence[int]], node_sizes: Sequence[int]) -> None:
         """Checks that the plan fits a run.

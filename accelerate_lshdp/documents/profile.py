@@ -251,15 +251,15 @@ def read_profiles(document: Mapping[str, Any]) -> list[RankProfile]:
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"found {document!r:.200}, expected an object with a list of ranks: measure the ranks again")
     profiles = []
-    for rank, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or set(entry) != _SHORT_KEYS or entry["rank"] != rank:
+    for rank, found in enumerate(entries):
+        if not isinstance(found, Mapping) or set(found) != _SHORT_KEYS or found["rank"] != rank:
             raise ValueError(
-                f"found {entry!r:.200} at place {rank} of the profile, expected rank {rank} with"
+                f"found {found!r:.200} at place {rank} of the profile, expected rank {rank} with"
                 f" {sorted(_SHORT_KEYS)}: measure the ranks again"
             )
         try:
-            curve = TimeCurve(entry["batch_sizes"], entry["seconds"])
-            profiles.append(RankProfile(curve, entry["max_micro_batch_size"]))
+            curve = TimeCurve(found["batch_sizes"], found["seconds"])
+            profiles.append(RankProfile(curve, found["max_micro_batch_size"]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"the profile of rank {rank}: {error}") from error
     return profiles

@@ -116,7 +116,7 @@ class MeasuredRank(Record):
     def _check_together(self) -> None:
         if len(self.spread) != len(self.time.batch_sizes):
             raise PlanError(
-                f"found {len(self.spread)} values for {len(self.time.batch_sizes)} batch sizes, expected one for each.",
+                f"found {len(self.spread)} values for {len(self.time.batch_sizes)} batch sizes, expected one each.",
                 path="spread",
             )
         largest = self.time.batch_sizes[-1]

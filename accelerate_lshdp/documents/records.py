@@ -93,7 +93,7 @@ class Record:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Checks what concerns several fields. Raises PlanError. A hook, as `super` fails in dataclasses with slots."""
+        """Checks several fields together. Raises PlanError. A hook, as `super` fails in dataclasses with slots."""
 
     @classmethod
     def read(cls: type[_Record], document: object) -> _Record:

@@ -96,8 +96,8 @@ def _network_reason(hardware: Hardware, chosen: Estimate) -> str:
     bound = "the network" if wire > compute else "computing"
     return (
         f"With {chosen.label}, what a node sends in a step takes {wire:.3g} s on the wire"
-        f" ({hardware.bits_per_second / 1e9:.3g} Gb/s), and the slowest rank computes for {compute:.3g} s: {bound} sets"
-        " the pace."
+        f" ({hardware.bits_per_second / 1e9:.3g} Gb/s), and the slowest rank computes for {compute:.3g} s: {bound}"
+        " sets the pace."
     )
 
 

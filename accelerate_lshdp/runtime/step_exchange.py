@@ -249,8 +249,8 @@ class StepExchange:
             usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
-        # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank that
-        # has left the step of the others must still send as many bytes.
+        # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank
+        # that has left the step of the others must still send as many bytes.
         used = torch.cat(list(usages)).numpy() if usages else np.empty(0)
         row = np.concatenate([np.array(report, np.float64).view(np.uint8), np.packbits(used > 0)])
         own = torch.from_numpy(row)

@@ -47,7 +47,7 @@ NODES, NETWORK = [{"cpu": 0.5}], {"rate": "1 Gb/s"}
         ({"nodes": NODES}, "network: found nothing under this key"),
         (
             {"nodes": NODES, "network": NETWORK, "name": "x"},
-            'name: found an unknown key, expected only "nodes", "network"',
+            "name: found an unknown key, expected only",
         ),
         ({"nodes": [], "network": NETWORK}, "nodes: found an empty list"),
         ({"nodes": "two", "network": NETWORK}, 'nodes: found "two" .a string., expected a list'),
@@ -55,11 +55,11 @@ NODES, NETWORK = [{"cpu": 0.5}], {"rate": "1 Gb/s"}
         ({"nodes": [{"cpu": 0}], "network": NETWORK}, r"nodes\[0\].cpu: found 0, expected cores of a node"),
         (
             {"nodes": [{"cpu": "80 %"}], "network": NETWORK},
-            r'nodes\[0\].cpu: found "80 %" .a string., expected cores of a node',
+            r'nodes\[0\].cpu: found "80 %"  .*expected cores of a node',
         ),
         (
             {"nodes": [{"cpu": 1, "ranks": 1.5}], "network": NETWORK},
-            "ranks: found 1.5 .a float., expected an integer from 1 to 4096",
+            "ranks: found 1.5 .*expected an integer",
         ),
         ({"nodes": [{"cpu": 1, "memory": 4}], "network": NETWORK}, "memory: found 4, expected a number with one of"),
         ({"nodes": [{"cpu": 1, "memory": "4 Gb"}], "network": NETWORK}, 'memory: found "4 Gb"'),
@@ -69,7 +69,7 @@ NODES, NETWORK = [{"cpu": 0.5}], {"rate": "1 Gb/s"}
         ({"nodes": NODES, "network": {"rate": "1 Gb/s", "delay": "-1 ms"}}, 'network.delay: found "-1 ms"'),
         (
             {"nodes": NODES, "network": {"rate": "1 Gb/s", "delay": "20 s"}},
-            'network.delay: found "20 s" .*expected 0 to 10 s',
+            'delay: found "20 s" .*expected 0 to 10 s',
         ),
     ],
 )

@@ -49,6 +49,8 @@ class ClusterNetwork:
     """
 
     def __init__(self, count: int, link: Link) -> None:
+        if count > 254:
+            raise ClusterError(f"found {count} nodes, expected at most 254, the addresses of a /24 network")
         remove_leftover_namespaces()
         self.namespaces = [unique_name(f"node{node}") for node in range(count)]
         self.addresses = [_ADDRESS.format(node + 1) for node in range(count)]
