@@ -71,7 +71,8 @@ class LossTrials:
     def _take_for_mean(self) -> None:
         trainer, self._taken_for_mean = self._trainer, True
         trainer.model_accepts_loss_kwargs = False
-        if trainer.compute_loss_func is not None:
+        # For a Trainer that has no such attribute `TrainerLosses` divides.
+        if trainer.compute_loss_func is not None and hasattr(trainer, "loss_is_scaled_for_ga"):
             trainer.loss_is_scaled_for_ga = False
         logger.warning(
             f"the loss of {type(trainer.accelerator.unwrap_model(trainer.model)).__name__} does not depend on "

@@ -89,10 +89,19 @@ class TrainerLosses:
         if num_items_in_batch is not None or place is None:
             return 1.0 / self._trainer.accelerator.num_processes
         if by_labels is not None:
-            return by_labels
-        if self._kind is Composition.SUM:
-            return float(place.micro_batches)
-        return place.micro_batches * place.samples / place.total_samples
+            share = by_labels
+        elif self._kind is Composition.SUM:
+            share = float(place.micro_batches)
+        else:
+            share = place.micro_batches * place.samples / place.total_samples
+        return share if self._trainer_divides else share / self._trainer.current_gradient_accumulation_steps
+
+    @property
+    def _trainer_divides(self) -> bool:
+        """Whether the Trainer divides a mean by the number of micro-batches that this rank has in the step."""
+        # Older ones (5.17) take every `compute_loss_func` for one that divides its loss by the number of items itself,
+        # and have no attribute by which `LossTrials` could say that it does not.
+        return self._trainer.compute_loss_func is None or hasattr(self._trainer, "loss_is_scaled_for_ga")
 
 
 def _without_labels(batch: Any) -> Any:

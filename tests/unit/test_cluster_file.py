@@ -55,7 +55,7 @@ NODES, NETWORK = [{"cpu": 0.5}], {"rate": "1 Gb/s"}
         ({"nodes": [{"cpu": 0}], "network": NETWORK}, r"nodes\[0\].cpu: found 0, expected cores of a node"),
         (
             {"nodes": [{"cpu": "80 %"}], "network": NETWORK},
-            r'nodes\[0\].cpu: found "80 %"  .*expected cores of a node',
+            r'nodes\[0\].cpu: found "80 %" .*expected cores of a node',
         ),
         (
             {"nodes": [{"cpu": 1, "ranks": 1.5}], "network": NETWORK},

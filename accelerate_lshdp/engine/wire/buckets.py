@@ -37,15 +37,17 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, r
 
     Args:
         parameters: the trainable ones, in the order of the model.
-        bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``,
-            and a smaller first one.
+        bucket_bytes: of one bucket; a larger parameter has one for itself. None: ``default_bucket_bytes``, and a
+            smaller first one where there are several.
         reducing_ranks: ranks that sum a bucket between nodes.
 
     Returns:
         Buckets of one dtype and device each.
     """
     limit = default_bucket_bytes(parameters, reducing_ranks) if bucket_bytes is None else bucket_bytes
-    first = _FIRST_PART * limit if bucket_bytes is None else limit
+    total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
+    # A model that fits one bucket is sent at once: a second message would cost more than an early first one gains.
+    first = _FIRST_PART * limit if bucket_bytes is None and total > limit else limit
     buckets: list[list[int]] = []
     sizes: list[int] = []
     # One open bucket a kind, so that a few parameters of another dtype do not close that of the others. The layout
