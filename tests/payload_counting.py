@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.engine.wire import reduction as collectives
 from accelerate_lshdp.runtime.topology import Topology
 
@@ -139,4 +140,7 @@ def sent_by_nodes(counted: Sequence[dict], node_sizes: Sequence[int]) -> list[fl
 
 def gathered_parameters(strategy: str, micro: int, total: int, root: int) -> int:
     """Bytes that the all-gathers of one step of a strategy with sharded parameters make (the root stays gathered)."""
-    return total if strategy == "zero2" else 2 * micro * (total - root) + micro * root
+    gathered = Strategy(strategy).traits.gathered
+    if gathered is Gathered.EACH_STEP:
+        return total
+    return micro * total if gathered is Gathered.EACH_MICRO_BATCH else 2 * micro * (total - root) + micro * root

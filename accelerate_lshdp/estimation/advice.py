@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accelerate_lshdp.documents.strategy import strategy_traits
 from accelerate_lshdp.estimation.estimates import Estimate
 from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
@@ -14,8 +15,6 @@ from accelerate_lshdp.estimation.model_measurement import MeasuredModel
 _EXACT = "fp32"
 #: Relative error of predictions: of strategies whose step times differ by less, the simpler one is chosen.
 _ALIKE = 0.03
-#: Strategies from simple to elaborate; ties go to the first. One that is not here comes last.
-_SIMPLICITY = ("ddp", "hdp", "lsdp", "lshdp", "group_sharding", "zero2", "fsdp", "fsdp_offload")
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,7 @@ def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
         return None
     best = min(map(_seconds, estimates))
     alike = [estimate for estimate in estimates if _seconds(estimate) <= best * (1 + _ALIKE)]
-    return min(alike, key=lambda estimate: (_complexity(estimate.strategy), _seconds(estimate)))
-
-
-def _complexity(strategy: str) -> int:
-    return _SIMPLICITY.index(strategy) if strategy in _SIMPLICITY else len(_SIMPLICITY)
+    return min(alike, key=lambda estimate: (strategy_traits(estimate.strategy).complexity, _seconds(estimate)))
 
 
 def _memory_reason(hardware: Hardware, estimates: Sequence[Estimate]) -> str:

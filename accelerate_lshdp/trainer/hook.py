@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import Trainer
 
-EXPECTED_TRANSFORMERS = "5.23"
+EXPECTED_TRANSFORMERS = "5.5 to 5.23"
+#: Methods that older Trainers, from 5.5, do not call.
+_NOT_IN_OLDER = ("_has_mixed_mesh_grads",)
 _NONE = object()
 
 # Weak on both sides: the new class has the other one as its base, and would keep it alive.
@@ -111,8 +113,8 @@ def _overrides() -> type[Trainer]:
         from accelerate_lshdp.trainer.overrides import TrainerOverrides
     except ImportError as error:
         raise _unknown_release(str(error)) from error
-    own = ("_lshdp_drives",)
-    names = [n for n, value in vars(TrainerOverrides).items() if inspect.isfunction(value) and n not in own]
+    names = [name for name, value in vars(TrainerOverrides).items() if inspect.isfunction(value)]
+    names = [name for name in names if name not in ("_lshdp_drives", *_NOT_IN_OLDER)]
     missing = [name for name in names if not hasattr(trainer.Trainer, name)]
     missing += [name for name in ("skip_first_batches",) if not hasattr(trainer, name)]
     if missing:
@@ -125,6 +127,6 @@ def _unknown_release(found: str) -> RuntimeError:
 
     return RuntimeError(
         f"{found} in the Trainer of the installed transformers, expected it as in {EXPECTED_TRANSFORMERS}; install "
-        f"that version (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator "
+        f"one of these versions (found {transformers.__version__}), or write the loop yourself: LSHDPAccelerator "
         "trains with this one too"
     )

@@ -111,7 +111,9 @@ class LossTrials:
         if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
             return [Composition.SAMPLES, Composition.SUM]
         by_labels = [Composition.LABELS, Composition.SHIFTED_LABELS]
-        if self._trainer._loss_shifts_labels:
+        # Trainers of transformers 5.5 do not say it.
+        loss_type = getattr(accelerator.unwrap_model(self._trainer.model), "loss_type", None)
+        if getattr(self._trainer, "_loss_shifts_labels", loss_type == "ForCausalLM"):
             by_labels.reverse()
         return [*by_labels, Composition.SAMPLES, Composition.SUM]
 

@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 from payload_counting import count_one_step, gathered_parameters
 
+from accelerate_lshdp.documents.strategy import Strategy
+
 
 TOLERANCE = 0.02  # the ranks also tell each other a few numbers in each step
 
@@ -16,7 +18,7 @@ def expected(strategy: str, micro: int, total: int, root: int, width: float) -> 
 
     Of one rank; for strategies with one copy a node of all its ranks, which share the memory and the work on a CPU.
     """
-    if strategy in ("fsdp", "fsdp_offload", "zero2"):
+    if Strategy(strategy).is_world_sharded:
         return {"all_gather": gathered_parameters(strategy, micro, total, root), "all_to_all": total * width}
     return {"all_reduce": total * width}
 
@@ -44,7 +46,7 @@ def test_bytes_of_a_step(workers, strategy, nodes, micro_batches, dtype, own):
     counted = workers(sum(nodes)).run(count_one_step, strategy, micro_batches, dtype, own, nodes=nodes)
     formula = expected(strategy, micro_batches * own, counted[0]["total"], counted[0]["root"], width)
     allowed = TOLERANCE * sum(formula.values())
-    together = nodes[0] if strategy in ("lsdp", "group_sharding") else 1
+    together = nodes[0] if Strategy(strategy).is_node_sharded else 1
     for first in range(0, sum(nodes), together):
         payload = sum((Counter(rank["payload"]) for rank in counted[first : first + together]), Counter())
         for kind in formula.keys() | payload.keys():

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 import pytest
 from exactness import Setting, check, train
 
+from accelerate_lshdp.documents.strategy import Strategy
 
-STRATEGIES = ("ddp", "zero2", "fsdp", "fsdp_offload", "group_sharding", "lsdp")
+
+STRATEGIES = tuple(strategy.value for strategy in Strategy)
 NODES = ((1,), (2,), (1, 1), (1, 2), (4,), (1, 1, 1, 1), (2, 2))
 #: Kinds of splits: what a rank with index i gets, as (micro-batch size, accumulation steps).
 SPLITS = {

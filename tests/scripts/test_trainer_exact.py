@@ -8,6 +8,7 @@ factors occurs); ``-m slow`` runs all.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import random
@@ -36,6 +37,7 @@ from trainer_cases import (
     start,
     start_alone,
 )
+from transformers.trainer_pt_utils import LabelSmoother
 from workers import WorkerPool, WorkerPools
 
 from accelerate_lshdp import Plan
@@ -217,6 +219,8 @@ SPECIAL = {
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "one rank")) for case in SPECIAL]
 )
 def test_special_cases_give_the_result_of_one_process(workers, oracle, tmp_path, case):
+    if case == "label smoothing" and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
+        pytest.skip("this transformers does not divide a smoothed loss by the accumulation steps (mended until 5.17)")
     plan, arguments, cell = SPECIAL[case]
     run = train(workers, tmp_path, cell, arguments, plan)
     actual = outcome_of(run)

@@ -11,6 +11,8 @@ from transformers import ViTConfig
 
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.documents.cluster_file import read_cluster
+from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.estimation.advice import advise
 from accelerate_lshdp.estimation.devices import CORE_FLOPS, DEVICES, find_device
 from accelerate_lshdp.estimation.estimates import FORMATS, STRATEGIES, Estimate, estimate_all, powersgd_bytes
@@ -72,7 +74,9 @@ def test_the_command_end_to_end(
     document = json.loads((tmp_path / "out.json").read_text())
     estimates = {(entry["strategy"], entry["communication_dtype"]): entry for entry in document["estimates"]}
     # Formats that only reductions between nodes know are not offered where all ranks share a copy.
-    assert len(estimates) == 5 * len(FORMATS) + 3 * 2
+    everywhere = [name for name in FORMATS if not WIRE_FORMATS[name].between_nodes_only]
+    shared_by_all = [strategy_traits(name).shared_by is SharedBy.WORLD for name in STRATEGIES]
+    assert len(estimates) == sum(len(everywhere if shared else FORMATS) for shared in shared_by_all)
     batches = [size * steps for size, steps in estimates["lshdp", "fp32"]["micro_batches"]]
     assert sum(batches) == 32 and batches == sorted(batches, reverse=True) and batches[0] > batches[-1]
     parameters = document["model"]["parameters"]

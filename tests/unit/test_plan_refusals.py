@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from plan_documents import document
 
-from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Batch, Cluster, Node, Plan, PlanError
+from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Batch, Cluster, Node, Plan, PlanError, Strategy
 
 
 # (what is wrong, how the valid document is changed, where the message says it is, what else the message must say)
@@ -30,7 +30,7 @@ BAD: list[tuple[str, Change, str, list[str]]] = [
         "strategy misspelt",
         lambda d: d.update(strategy="lspd"),
         "strategy: ",
-        ['"ddp", "zero2", "fsdp", "fsdp_offload", "group_sharding", "lsdp"', 'Did you mean "lsdp"?'],
+        [", ".join(f'"{strategy}"' for strategy in Strategy), 'Did you mean "lsdp"?'],
     ),
     ("strategy in capitals", lambda d: d.update(strategy="FSDP"), "strategy: ", ['Did you mean "fsdp"?']),
     ("strategy unlike any", lambda d: d.update(strategy="qqq"), "strategy: ", ['found "qqq"', "Choose one of them"]),
