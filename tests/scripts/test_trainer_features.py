@@ -236,7 +236,8 @@ def join_late(folder: str) -> tuple[int, int, str]:
 def test_arguments_made_before_the_callback_learn_of_the_other_ranks(workers: WorkerPools, tmp_path: Path) -> None:
     """As in a launch by accelerate, whose `use_cpu` does not reach the processes."""
     found = workers(2).run(join_late, str(tmp_path), nodes=(1, 1), env={"ACCELERATE_USE_CPU": None})
-    assert found == [(1, 2, "ParallelMode.DISTRIBUTED")] * 2
+    assert [after for _, *after in found] == [[2, "ParallelMode.DISTRIBUTED"]] * 2
+    assert {alone for alone, *_ in found} <= {1, 2}  # accelerate 1.12 knows them from the beginning
 
 
 def test_callback_says_that_it_comes_too_late(workers: WorkerPools, tmp_path: Path) -> None:
