@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,92 +104,133 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
     Raises:
         RuntimeError: on all ranks, if something cannot be saved or ranks have different models or optimizers.
     """
-    own: dict[str, list[TensorSource]] = {}
-    shared: dict[str, torch.Tensor] = {}
-    document: dict[str, Any] = {}
-    pickles: dict[str, bytes] = {}
     # Before anything of the script is called: its state_dict methods may draw random numbers.
     random_state = checkpoint_rng.capture(layout.device)
     with errors_on_all_ranks("collecting what is to be saved"):
-        everything = [ModelTensors.of(model) for model in objects.models]
-        names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
-        # Names of parameters count all models, since optimizers hold those of models that hooks save, too; files count
-        # the models that are saved here.
-        models = [model for index, model in enumerate(everything) if index not in objects.left_out]
-        for index, model in enumerate(models):
-            own[f"model_{index}.safetensors"] = [TensorSource.of(*item) for item in model.tensors.items()]
-        document["models"] = [
-            {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
-            for index, model in enumerate(models)
-        ]
-        if objects.left_out:
-            document["left_out"] = sorted(objects.left_out)
-        described = []
-        for index, optimizer in enumerate(objects.optimizers):
-            found, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")
-            described.append(DescribedOptimizer(found, [TensorSource.of(*item) for item in tensors.items()]))
-        schedulers = [scheduler.state_dict() for scheduler in objects.schedulers]
-        document["schedulers"] = encode(schedulers, "schedulers", shared)
-        scaler = None if objects.scaler is None else objects.scaler.state_dict()
-        document["scaler"] = encode(scaler, "scaler", shared)
-        document["loaders"] = encode(objects.loaders, "loaders", shared)
-        document["extra"] = encode(objects.extra, "extra", shared)
-        document["custom"] = [
-            _describe_custom(index, thing, trust_checkpoint, shared, pickles)
-            for index, thing in enumerate(objects.custom)
-        ]
+        own = _OwnContents.of(objects, trust_checkpoint)
     # State that other ranks of the node own; collective, so it stands between the blocks.
-    described = checkpoint_owned.merge_owned_state(objects.optimizers, described, names)
+    described = checkpoint_owned.merge_owned_state(objects.optimizers, own.optimizers, own.names)
     with errors_on_all_ranks("collecting what is to be saved"):
-        document["optimizers"] = [optimizer.document for optimizer in described]
-        own |= {f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)}
-        mine = _RankDescription(
-            own={file: [source.entry for source in sources] for file, sources in own.items()},
-            # Checksums are enough to find the buffers that differ between ranks; those alone are saved rank by rank.
-            buffers={
-                buffer_path(index, name): zlib.crc32(as_bytes(buffer.cpu()).numpy())
-                for index, model in enumerate(models)
-                for name, buffer in model.buffers.items()
-                if not isinstance(buffer, DTensor)
-            },
-            extra=[TensorSource.of(*item).entry for item in objects.extra_tensors.items()],
-            random_state=random_state,
-        )
+        own.add_optimizers(described)
+        mine = own.describe(objects.extra_tensors, random_state)
     descriptions: list[_RankDescription] = all_objects(mine)
     with errors_on_all_ranks("comparing what ranks are to save"):
         _check_same(descriptions)
     # Values and order of rank 0, where ranks may differ: from here on all ranks stream the same list of tensors, each
     # of them by a collective.
-    document, pickles, entries = object_from(
-        0,
-        (document, pickles, [(TensorSource.of(*item).entry, isinstance(item[1], DTensor)) for item in shared.items()]),
-    )
+    document, pickles, entries = object_from(0, (own.document, own.pickles, own.shared_entries()))
     with errors_on_all_ranks("collecting what is to be saved"):
-        shared_sources = [_shared_source(entry, sharded, shared) for entry, sharded in entries]
+        shared_sources = [_shared_source(entry, sharded, own.shared) for entry, sharded in entries]
     random_tensors: dict[str, torch.Tensor] = {}
     states = [description.random_state for description in descriptions]
     document["random_states"] = encode(states, "random_states", random_tensors)
-    buffers = {
-        buffer_path(index, name): buffer
-        for index, model in enumerate(models)
-        for name, buffer in model.buffers.items()
-    }
     differing = [
         path
         for path in descriptions[0].buffers
         if len({description.buffers[path] for description in descriptions}) > 1
     ]
     tensors = {
-        **_with_buffers_of_rank_0(own, differing),
+        **_with_buffers_of_rank_0(own.tensors, differing),
         "training.safetensors": shared_sources,
         "random_states.safetensors": [TensorSource.of(*item) for item in random_tensors.items()],
         "rank_tensors.safetensors": [
-            *_buffer_sources({path: buffers[path] for path in differing}, layout),
+            *_buffer_sources({path: own.buffers[path] for path in differing}, layout),
             *_extra_sources([description.extra for description in descriptions], objects.extra_tensors, layout),
         ],
     }
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     return Contents(tensors, {"training.json": text.encode(), **pickles})
+
+
+@dataclass
+class _OwnContents:
+    """What this rank would save, found without a collective.
+
+    Args:
+        names: of all parameters; they count all models, since optimizers hold those of models that hooks save, too.
+        tensors: by file.
+        buffers: of the models that are saved, by `buffer_path`.
+        optimizers: in the order of the script.
+        document: the contents of ``training.json``.
+        shared: tensors in the document.
+        pickles: whole files.
+    """
+
+    names: dict[int, str]
+    tensors: dict[str, list[TensorSource]]
+    buffers: dict[str, torch.Tensor]
+    optimizers: list[DescribedOptimizer]
+    document: dict[str, Any]
+    shared: dict[str, torch.Tensor]
+    pickles: dict[str, bytes]
+
+    @classmethod
+    def of(cls, objects: TrainingObjects, trust_checkpoint: bool) -> _OwnContents:
+        """Calls the state_dict methods of all objects. Raises what they raise, and for what cannot be saved."""
+        everything = [ModelTensors.of(model) for model in objects.models]
+        names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
+        # Files count the models that are saved here.
+        models = [model for index, model in enumerate(everything) if index not in objects.left_out]
+        shared: dict[str, torch.Tensor] = {}
+        pickles: dict[str, bytes] = {}
+        document: dict[str, Any] = {
+            "models": [
+                {"aliases": model.aliases, "extra_state": encode(model.extra_state, f"model_{index}", shared)}
+                for index, model in enumerate(models)
+            ]
+        }
+        if objects.left_out:
+            document["left_out"] = sorted(objects.left_out)
+        optimizers = []
+        for index, optimizer in enumerate(objects.optimizers):
+            found, tensors = checkpoint_optimizer.describe(optimizer, names, f"optimizer_{index}")
+            optimizers.append(DescribedOptimizer(found, [TensorSource.of(*item) for item in tensors.items()]))
+        plain = {
+            "schedulers": [scheduler.state_dict() for scheduler in objects.schedulers],
+            "scaler": None if objects.scaler is None else objects.scaler.state_dict(),
+            "loaders": objects.loaders,
+            "extra": objects.extra,
+        }
+        document |= {name: encode(state, name, shared) for name, state in plain.items()}
+        document["custom"] = [
+            _describe_custom(index, thing, trust_checkpoint, shared, pickles)
+            for index, thing in enumerate(objects.custom)
+        ]
+        tensors = {
+            f"model_{index}.safetensors": [TensorSource.of(*item) for item in model.tensors.items()]
+            for index, model in enumerate(models)
+        }
+        buffers = {
+            buffer_path(index, name): buffer
+            for index, model in enumerate(models)
+            for name, buffer in model.buffers.items()
+        }
+        return cls(names, tensors, buffers, optimizers, document, shared, pickles)
+
+    def add_optimizers(self, described: Sequence[DescribedOptimizer]) -> None:
+        """Adds the optimizers with the state that other ranks of the node own."""
+        self.document["optimizers"] = [optimizer.document for optimizer in described]
+        self.tensors |= {
+            f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)
+        }
+
+    def describe(self, extra: Mapping[str, torch.Tensor], random_state: dict[str, Any]) -> _RankDescription:
+        """What other ranks compare with theirs."""
+        return _RankDescription(
+            own={file: [source.entry for source in sources] for file, sources in self.tensors.items()},
+            # Checksums are enough to find the buffers that differ between ranks; those alone are saved rank by rank.
+            buffers={
+                path: zlib.crc32(as_bytes(buffer.cpu()).numpy())
+                for path, buffer in self.buffers.items()
+                if not isinstance(buffer, DTensor)
+            },
+            extra=[TensorSource.of(*item).entry for item in extra.items()],
+            random_state=random_state,
+        )
+
+    def shared_entries(self) -> list[tuple[TensorEntry, bool]]:
+        """The tensors in the document, each with whether it is sharded."""
+        return [(TensorSource.of(*item).entry, isinstance(item[1], DTensor)) for item in self.shared.items()]
 
 
 @dataclass(frozen=True)
