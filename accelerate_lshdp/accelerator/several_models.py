@@ -58,14 +58,14 @@ def require_same_models(
     if len(models) < 2 or exchange.world_size == 1 or all(prepared.can_be_completed for prepared in models):
         return
     reached = models_reached(loss, models)
-    uses = torch.zeros(exchange.world_size, len(models), dtype=torch.float64)
-    for number, prepared in enumerate(models):
-        does = _SUMMED if prepared.synchronise_next else _KEPT_ALONE
-        uses[exchange.rank, number] = does if reached[number] else _LEFT_OUT
-    uses = exchange.sum_before_backward(uses)
+    own = [
+        (_SUMMED if prepared.synchronise_next else _KEPT_ALONE) if reached[number] else _LEFT_OUT
+        for number, prepared in enumerate(models)
+    ]
+    uses = exchange.rows_before_backward(torch.tensor(own))
     for number, prepared in enumerate(models):
         for ranks in shard_groups:
-            does = {rank: int(uses[rank, number]) for rank in ranks if uses[rank, number]}
+            does = {rank: int(uses[rank][number]) for rank in ranks if rank in uses}
             if len(set(does.values())) > 1:
                 found = ", ".join(f"{_WHAT_IT_DOES[what]} in that of rank {rank}" for rank, what in does.items())
                 raise RuntimeError(
@@ -86,13 +86,13 @@ def models_that_took_part(exchange: StepExchange, models: Sequence[PreparedModel
     """
     if len(models) < 2 or not any(prepared.synchronise_next for prepared in models):
         return [prepared for prepared in models if prepared.took_part]
-    uses = torch.zeros(exchange.world_size, len(models), 2, dtype=torch.float64)
+    sums = [prepared.took_part and prepared.synchronise_next for prepared in models]
+    own = torch.tensor([sums, [not prepared.synchronise_next for prepared in models]])
+    uses = exchange.rows_beside_gradients(own.flatten().to(torch.uint8))
     for number, prepared in enumerate(models):
-        sums = prepared.took_part and prepared.synchronise_next
-        uses[exchange.rank, number] = torch.tensor([sums, not prepared.synchronise_next], dtype=torch.float64)
-    uses = exchange.sum_beside_gradients(uses)
-    for number, prepared in enumerate(models):
-        summing, alone = (uses[:, number, column].nonzero().flatten().tolist() for column in (0, 1))
+        # In the second half of a row: whether the rank keeps the gradients of the model alone.
+        places = (number, len(models) + number)
+        summing, alone = ([rank for rank, row in sorted(uses.items()) if row[place]] for place in places)
         if summing and alone:
             raise RuntimeError(
                 f"found that the loss of rank {_ranks(summing)} depends on {type(prepared.module).__name__}, which "

@@ -1,4 +1,4 @@
-"""Sums the few numbers that ranks exchange in a step, over the host so that no device has to be waited for."""
+"""Exchanges the few numbers that ranks tell each other in a step, over the host so that no device is waited for."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _loss_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyD
 
 
 class StepExchange:
-    """Small sums over all ranks (collective to make and to use).
+    """Small messages between all ranks (collective to make and to use).
 
     Args:
         rank: this process's rank.
@@ -178,12 +178,9 @@ class StepExchange:
         """
         if self._announcement_group is None:
             return None
-        # A sum of vectors in which each rank fills its own place: all get the same bits, in one collective.
-        calls = torch.zeros(self.world_size, dtype=torch.float64)
-        calls[self.rank] = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
-        return Announcement(
-            dist.all_reduce(calls, group=self._announcement_group, async_op=True), calls, self.counts, self.clock
-        )
+        number = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
+        work, calls = self._send_to_all(torch.tensor([number]), self._announcement_group)
+        return Announcement(work, calls.view(-1), self.counts, self.clock)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` (host, float64) over ranks."""
@@ -193,7 +190,7 @@ class StepExchange:
         return values
 
     def make_model_groups(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
-        """Makes the groups for `sum_beside_gradients` and `sum_before_backward` (collective).
+        """Makes the groups for `rows_beside_gradients` and `rows_before_backward` (collective).
 
         Args:
             shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
@@ -209,20 +206,22 @@ class StepExchange:
             group = new_group(list(ranks), backend="gloo")
             self._before_backward_group = group if self.rank in ranks else self._before_backward_group
 
-    def sum_before_backward(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` (host, float64) over ranks that are in the same micro-batch: all that this one waits
-        for in the middle of autograd."""
-        if self._before_backward_group is not None:
-            with self.clock.waiting():
-                dist.all_reduce(values, group=self._before_backward_group)
-        return values
+    def rows_before_backward(self, row: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The rows (host) of the ranks that are in the same micro-batch: all that this one waits for in autograd."""
+        return self._exchange_rows(row, self._before_backward_group)
 
-    def sum_beside_gradients(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` (host, float64) over ranks, while gradients travel in any order in other groups."""
-        if self._beside_gradients_group is not None:
-            with self.clock.waiting():
-                dist.all_reduce(values, group=self._beside_gradients_group)
-        return values
+    def rows_beside_gradients(self, row: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The rows (host) of all ranks, while gradients travel in any order in other groups."""
+        return self._exchange_rows(row, self._beside_gradients_group)
+
+    def _exchange_rows(self, row: torch.Tensor, group: dist.ProcessGroup | None) -> dict[int, torch.Tensor]:
+        """Sends a row to every rank of a group and waits for theirs; returns rows by rank."""
+        if group is None:
+            return {self.rank: row}
+        work, rows = self._send_to_all(row, group)
+        with self.clock.waiting():
+            work.wait()
+        return dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
 
     def make_loss_group(self) -> None:
         """Makes the group for `share_row`, once a process (collective)."""
@@ -258,10 +257,10 @@ class StepExchange:
         return PendingReports(work, rows, [len(usage) for usage in usages], self.clock)
 
     def _send_to_all(self, row: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Begins to send a row to every rank; returns the work and the rows of all ranks, shape (world, row)."""
+        """Begins to send a row to every rank of a group; returns the work and all rows, shape (ranks, row)."""
         # Every rank sends to every other one at once. A ring, as gloo's all-reduce is, would pass 2 (W - 1) messages
         # one after the other, and each of them wakes a thread that may have to wait for a processor.
-        sent = row.repeat(self.world_size)
+        sent = row.repeat(group.size())
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        return work, received.view(self.world_size, -1)
+        return work, received.view(group.size(), -1)
