@@ -37,8 +37,10 @@ def _quickstart(folder: Path, *options: str, seconds: float, **environment: str)
 
 
 @pytest.mark.timeout(240)
-def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path) -> None:
-    finished = _quickstart(tmp_path / "out", seconds=230)
+@pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
+def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path, steps: int) -> None:
+    options = [] if steps == 60 else ["--steps", str(steps)]  # without options: 60
+    finished = _quickstart(tmp_path / "out", *options, seconds=230)
     assert finished.returncode == 0, finished.stderr
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "lshdp_plan.json",
@@ -54,10 +56,10 @@ def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path) -> None:
     assert equal["compute_seconds"][1] > equal["compute_seconds"][0], told
     assert planned["step_seconds"] > 0 and 0 <= planned["idle_fraction"] < 1, told
 
-    assert len(equal["losses"]) == len(planned["losses"]) == 60
+    assert len(equal["losses"]) == len(planned["losses"]) == steps
     assert all(abs(one - other) < 1e-4 for one, other in zip(equal["losses"], planned["losses"], strict=True))
-    assert planned["losses"][-1] < 0.2 * planned["losses"][0]
-    assert min(equal["accuracy"], planned["accuracy"]) > 0.9
+    assert planned["losses"][-1] < (0.2 if steps == 60 else 0.5) * planned["losses"][0]
+    assert min(equal["accuracy"], planned["accuracy"]) > (0.9 if steps == 60 else 0.6)
     assert (equal["strategy"], planned["strategy"]) == ("ddp", "lsdp")
 
     plan = Plan.load(tmp_path / "out" / "lshdp_plan.json")
