@@ -9,6 +9,7 @@ from accelerate_lshdp.documents.cluster import Cluster
 from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.value_checks import PlanError
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 def check_sections_agree(
@@ -33,15 +34,20 @@ def check_sections_agree(
             )
     if batch is not None and automatic is not None:
         _check_automatic_start(batch, automatic)
-    # Formats with error feedback need the same rank to reduce the same bucket in every step. World-sharded strategies
-    # reduce unit by unit through FSDP2, which keeps no such buffers.
-    if communication.is_lossy and strategy.is_world_sharded:
+    # World-sharded strategies reduce unit by unit through FSDP2, which has no buffers that stay the same.
+    if WIRE_FORMATS[communication.dtype].between_nodes_only and strategy.is_world_sharded:
+        formats = [f'"{name}"' for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
+        others = [f'"{other}"' for other in Strategy if not other.is_world_sharded]
         raise PlanError(
-            f'found "{communication.dtype}" with strategy "{strategy}", expected "fp32" or "bf16": its'
+            f'found "{communication.dtype}" with strategy "{strategy}", expected {_one_of(formats)}: its'
             " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
-            ' strategy "ddp", "group_sharding" or "lsdp".',
+            f" strategy {_one_of(others)}.",
             path="communication.dtype",
         )
+
+
+def _one_of(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _check_automatic_start(batch: Batch, automatic: Automatic) -> None:

@@ -53,7 +53,7 @@ class BackwardState:
 
     def report(self, count: int) -> torch.Tensor:
         """To which trainable parameters' gradients this rank has contributed: 0/1, shape (count,), float64."""
-        # Counts of ranks are exact in any float; these travel with the step's report, in one message of float64.
+        # These travel as bits with the step's report.
         usage = torch.zeros(count, dtype=torch.float64)
         if self._used:
             usage[sorted(self._used)] = 1

@@ -19,15 +19,16 @@ from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
-from accelerate_lshdp.engine.wire.reduction import GradientReduction, TimedAllGather, TimedReduceScatter
+from accelerate_lshdp.engine.wire.reduction import (
+    REDUCTIONS,
+    GradientReduction,
+    TimedAllGather,
+    TimedReduceScatter,
+)
 from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
 from accelerate_lshdp.runtime.groups import ProcessGroups, world_timeout
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
-
-
-# Formats of a reduce-scatter. A plan with a world-sharded strategy refuses the others, which only all-reduce.
-_WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 class Placement:
@@ -153,7 +154,8 @@ class Placement:
         """The collectives that gather a unit's parameters from its shard group and scatter its gradients over it."""
         if not self.policies.strategy.is_world_sharded:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock)
-        dtype = _WIRE_DTYPES[self.communication.dtype]
+        # A plan with a world-sharded strategy refuses formats that only all-reduce.
+        dtype = REDUCTIONS[self.communication.dtype].scatter_dtype
         nodes, rank = self.topology.node_groups, self.topology.rank
         # Two stages need as many ranks on every node, and gain nothing where a node has one rank or is alone.
         if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:

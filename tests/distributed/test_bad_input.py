@@ -24,6 +24,7 @@ from training_cases import CASES, collate, make_optimizer
 from workers import WorkerError
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 TIMEOUT_SECONDS = 30
@@ -184,7 +185,7 @@ IMPOSSIBLE = {
     "LSDP_COMMUNICATION_DTYPE": (
         "int3",
         "communication_dtype='int3' from the environment",
-        "use one of fp32, bf16, int8, powersgd",
+        f"use one of {', '.join(WIRE_FORMATS)}",
     ),
     "LSDP_MIXED_PRECISION": ("fp7", "mixed_precision='fp7' from the environment", "use one of no, bf16, fp16"),
     "LSDP_PREFETCH": ("many", "LSDP_PREFETCH", "found 'many'", "expected"),

@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, tiny_gpt2, tiny_vit
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.clipping import clip_grad_norm
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import UnitError, choose_units
+from accelerate_lshdp.engine.wire import formats
 from accelerate_lshdp.engine.wire.reduction import ExactReduction, OrderedReductions, PendingReduction
 from accelerate_lshdp.runtime.topology import Topology, TopologyError
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -70,6 +72,12 @@ def test_units_can_be_named_by_class_or_by_module():
     ]
     with pytest.raises(UnitError, match="no module of the model is called, or is of class, Missing.*ViTLayer"):
         choose_units(model, ["Missing"])
+
+
+def test_every_format_of_the_table_has_a_reduction():
+    assert formats.REDUCTIONS.keys() == WIRE_FORMATS.keys()
+    scattered = {name for name, reduction in formats.REDUCTIONS.items() if reduction.scatter_dtype is not None}
+    assert scattered == {name for name, form in WIRE_FORMATS.items() if not form.between_nodes_only} - {"fp32"}
 
 
 # Policies: what CUDA runs would use, without a GPU

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.documents.plan_sections import Communication
-from accelerate_lshdp.engine.wire import int8, powersgd  # noqa: F401 - imported to register their formats
+from accelerate_lshdp.engine.wire import bf16, int8, powersgd  # noqa: F401 - imported to register their formats
 from accelerate_lshdp.engine.wire.reduction import REDUCTIONS, GradientReduction
 from accelerate_lshdp.runtime.groups import new_group
 

@@ -62,10 +62,13 @@ class GradientReduction(ABC):
     Attributes:
         name: of the format, in messages.
         takes_two_messages: whether it needs a second group of the same ranks.
+        scatter_dtype: what a reduce-scatter of a world-sharded strategy sends in this format; None: the gradients' own.
+            A format that is ``between_nodes_only`` sends none.
     """
 
     name: str
     takes_two_messages = False
+    scatter_dtype: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -103,7 +106,7 @@ class GradientReduction(ABC):
             raise ValueError(f"found a state of {sorted(state)}, expected none: {type(self).__name__} keeps nothing")
 
 
-class _PendingWork(PendingReduction):
+class PendingWork(PendingReduction):
     """One collective of torch, and what is to be done when it has ended.
 
     Args:
@@ -130,22 +133,7 @@ class ExactReduction(GradientReduction):
     """All-reduce in the buffer's own precision."""
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        return _PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
-
-
-@wire_format("bf16")
-class Bf16Reduction(GradientReduction):
-    """All-reduce in bfloat16: half the bytes of fp32, sums rounded to 8 bits of mantissa."""
-
-    @classmethod
-    def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
-        return buffer.numel() * torch.bfloat16.itemsize
-
-    def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        compressed = buffer.to(torch.bfloat16)
-        # The closure below keeps `compressed` alive until it is copied back; the buffer stays as it is until then.
-        work = dist.all_reduce(compressed, group=self.group, async_op=True)
-        return _PendingWork(work, after=lambda: buffer.copy_(compressed))
+        return PendingWork(dist.all_reduce(buffer, group=self.group, async_op=True))
 
 
 class OrderedReductions:
