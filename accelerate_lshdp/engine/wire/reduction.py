@@ -62,7 +62,7 @@ class GradientReduction(ABC):
     Attributes:
         name: of the format, in messages.
         takes_two_messages: whether it needs a second group of the same ranks.
-        scatter_dtype: what a reduce-scatter of a world-sharded strategy sends in this format; None: the gradients' own.
+        scatter_dtype: what a reduce-scatter of a world-sharded strategy sends in it; None: the gradients' own.
             A format that is ``between_nodes_only`` sends none.
     """
 
