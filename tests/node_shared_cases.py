@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -12,7 +10,6 @@ from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.engine.policies import Mechanism
-from accelerate_lshdp.engine.stores.shared import store as node_shared
 
 
 class TwoHeads(nn.Module):
@@ -47,13 +44,8 @@ def batch_of(*indices: int) -> dict[str, torch.Tensor]:
     return collate([Points()[index] for index in range(*indices)])
 
 
-def start(
-    sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, *, in_step: bool = False, **loading
-):
-    """An accelerator, and a model, an optimizer and a loader prepared by it.
-
-    ``in_step``: as where one rank's threads can use all processors of the node.
-    """
+def start(sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, **loading):
+    """An accelerator, and a model, an optimizer and a loader prepared by it."""
     accelerator = LSHDPAccelerator(
         plan=Plan.from_batch_sizes(sizes, strategy="lsdp"),
         lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0002, loss_weighting="sample"),
@@ -63,8 +55,7 @@ def start(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(model, 1e-2, 0.1) if optimizer_class is None else optimizer_class(trained, lr=1e-2)
     loader = DataLoader(dataset or Points(), batch_size=1, collate_fn=collate, **loading)
-    with mock.patch.object(node_shared, "one_rank_can_use_the_node", lambda: in_step):
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     return accelerator, model.train(), optimizer, loader
 
 

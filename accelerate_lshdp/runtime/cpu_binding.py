@@ -136,16 +136,6 @@ def cores_of_node() -> tuple[tuple[int, ...], ...]:
     return allowed_cores(launchers if launchers > own else own)
 
 
-def one_rank_can_use_the_node() -> bool:
-    """Whether one rank's threads can use all CPU time that the ranks of this node get together, as far as it sees.
-
-    Then, while a rank waits for another one of its node that computes, that one computes as much faster.
-    """
-    quota = cpu_quota()
-    cores = len(cores_of_node())
-    return (cores if quota is None else min(cores, quota)) <= torch.get_num_threads()
-
-
 def _all_cores() -> int:
     """The number of physical cores of the machine, as accelerate counts them, whatever of it may be used."""
     import psutil

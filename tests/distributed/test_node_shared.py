@@ -8,9 +8,7 @@ import gc
 import os
 import re
 import threading
-import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +16,6 @@ import torch.distributed as dist
 from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
 from training_cases import make_optimizer, relative_error
-
-from accelerate_lshdp import LSHDPAccelerator
-from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.engine.stores.shared import store as node_shared
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -134,10 +128,10 @@ def test_gradients_are_final_on_every_rank_and_clipping_is_the_same_everywhere(w
         assert relative_error(ranks[0][what], reference) <= 1e-12, what
 
 
-def steps_of_every_kind(accelerate: bool, in_step: bool = False, sizes: tuple = (2, 1)) -> dict:
+def steps_of_every_kind(accelerate: bool, sizes: tuple = (2, 1)) -> dict:
     """Two backwards before a step, with other heads; a step that is left out; a closure; gradients kept as zeros."""
     if accelerate:
-        accelerator, model, optimizer, loader = start(sizes, in_step=in_step)
+        accelerator, model, optimizer, loader = start(sizes)
         backward, batches = accelerator.backward, list(loader)
     else:
         model = TwoHeads().double()
@@ -166,81 +160,15 @@ def steps_of_every_kind(accelerate: bool, in_step: bool = False, sizes: tuple = 
     return values(model)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-def test_unusual_steps_equal_one_process(workers, in_step):
+def test_unusual_steps_equal_one_process(workers):
     expected = steps_of_every_kind(False)
-    for parameters in workers(2).run(steps_of_every_kind, True, in_step):
+    for parameters in workers(2).run(steps_of_every_kind, True):
         assert relative_error(parameters, expected) <= 1e-12
 
 
-def backward_together(accelerator: LSHDPAccelerator, loss: torch.Tensor) -> None:
-    """All ranks have begun their backward when the first gradient is computed."""
-    loss.register_hook(lambda gradient: dist.barrier())
-    accelerator.backward(loss)
-
-
-def hurry_ahead(in_step: bool) -> list[int]:
-    """Buckets that rank 1, slow at every gradient, had not handed in when rank 0 went on from each of its own."""
-    accelerator, model, _, loader = start((1, 1), in_step=in_step)
-    reduction = PreparedModel.of(model).stores[0]._reduction
-    pace, ahead = reduction.pace, []
-
-    def noting(index: int) -> None:
-        pace(index)
-        ahead.append(index + 1 - int((reduction._table.added[-1] >= reduction._backward).sum()))
-
-    if accelerator.process_index == 0:
-        reduction.pace = noting
-    loss = model(**next(iter(loader)))
-    if accelerator.process_index == 1:
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            parameter.register_hook(lambda gradient: time.sleep(0.1))
-    backward_together(accelerator, loss)
-    return ahead
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_a_rank_that_could_give_its_processor_to_the_others_is_one_bucket_ahead_at_most(workers, in_step):
-    ahead, _ = workers(2).run(hurry_ahead, in_step)
-    assert len(ahead) == 3
-    assert max(ahead[1:]) <= 1 if in_step else max(ahead) >= 2
-
-
-class Judge(nn.Module):
-    """Its last layer, whose gradients come first, may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, inputs: torch.Tensor, whole: bool = True) -> torch.Tensor:
-        judged = self.layers(inputs)
-        return judged + self.last(judged) if whole else judged
-
-
-def wait_for_each_other() -> tuple[float, dict]:
-    """Rank 0 waits for the judge's last layer, which rank 1 leaves out; rank 1 waits in the model before it."""
-    accelerator, _, _, _ = start((1, 1))
-    with mock.patch.object(node_shared, "one_rank_can_use_the_node", lambda: True):
-        maker, judge = accelerator.prepare(Judge().double(), Judge().double())
-    inputs = torch.ones(1, 4, dtype=torch.float64)
-    loss = judge(maker(inputs), whole=accelerator.process_index == 0).square().mean()
-    begun = time.monotonic()
-    backward_together(accelerator, loss)
-    return time.monotonic() - begun, gradients(judge)
-
-
-def test_ranks_that_would_wait_for_each_other_go_on_after_a_second(workers):
-    results = workers(2).run(wait_for_each_other, timeout=60)
-    assert all(0.5 < seconds < 20 for seconds, _ in results)  # they did wait
-    assert identical([found for _, found in results])
-
-
-def fail_again_and_again(in_step: bool) -> dict:
+def fail_again_and_again() -> dict:
     """Each backward fails once, on all ranks, when some of its gradients travel already."""
-    accelerator, model, optimizer, loader = start((1, 1, 1, 1), in_step=in_step)
+    accelerator, model, optimizer, loader = start((1, 1, 1, 1))
 
     def fail(gradient: torch.Tensor) -> None:
         raise MemoryError("the device is full")
@@ -256,29 +184,27 @@ def fail_again_and_again(in_step: bool) -> dict:
     return values(model)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-def test_backwards_that_failed_on_all_ranks_can_be_repeated(workers, in_step):
+def test_backwards_that_failed_on_all_ranks_can_be_repeated(workers):
     model = TwoHeads().double()
     optimizer = make_optimizer(model, 1e-2, 0.1)
     for first in range(0, 12, 4):
         model(**batch_of(first, first + 4)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for parameters in workers(4).run(fail_again_and_again, in_step, nodes=(2, 2)):
+    for parameters in workers(4).run(fail_again_and_again, nodes=(2, 2)):
         assert relative_error(parameters, values(model)) <= 1e-12
 
 
-def fail_on_one_rank(in_step: bool) -> None:
-    accelerator, model, _, loader = start(in_step=in_step)
+def fail_on_one_rank() -> None:
+    accelerator, model, _, loader = start()
     loss = model(**next(iter(loader)))
     if accelerator.process_index == 1:
         model.inner[1].weight.register_hook(lambda gradient: 1 / 0)
     accelerator.backward(loss)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-def test_the_others_are_told_of_a_backward_that_failed_on_one_rank(workers, in_step):
-    other, failed = workers(2).run(fail_on_one_rank, in_step, timeout=20, expect_failure=True)
+def test_the_others_are_told_of_a_backward_that_failed_on_one_rank(workers):
+    other, failed = workers(2).run(fail_on_one_rank, timeout=20, expect_failure=True)
     assert failed.type == "ZeroDivisionError"
     assert "backward of local rank 1 of this node failed" in other.message
 

@@ -28,9 +28,9 @@ from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-def end_early(how: str, in_step: bool, folder: Path) -> None:
+def end_early(how: str, folder: Path) -> None:
     """Rank 1 ends in its second step, in the middle of the backward if it does not just leave the loop."""
-    accelerator, model, optimizer, loader = start(in_step=in_step)
+    accelerator, model, optimizer, loader = start()
     rank = accelerator.process_index
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -56,7 +56,6 @@ def end_early(how: str, in_step: bool, folder: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("in_step", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [
@@ -66,9 +65,9 @@ def end_early(how: str, in_step: bool, folder: Path) -> None:
         ("hangs", -signal.SIGKILL, "waited 5 s for the other ranks of this node to .* One of them hangs"),
     ],
 )
-def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message, in_step):
+def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message):
     timeout = 5 if how == "hangs" else 60
-    codes = run_until_killed(end_early, how, in_step, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
+    codes = run_until_killed(end_early, how, tmp_path, nodes=(2,), folder=tmp_path, timeout=timeout)
     assert codes == [1, code]
     assert re.search(message, (tmp_path / "error-0").read_text())
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_lshdp.runtime import cpu_binding
 from accelerate_lshdp.runtime.cpu_binding import (
     CpuShare,
     is_users_choice,
-    one_rank_can_use_the_node,
     share_of_rank,
 )
 from accelerate_lshdp.runtime.cpu_cores import allowed_cores, cpu_quota, usable_cores
@@ -54,26 +52,6 @@ def test_a_rank_that_was_given_cores_keeps_them():
 
 def test_usable_cores_are_what_the_quota_leaves():
     assert [usable_cores(SINGLE, quota) for quota in (None, 0.1, 2.0, 2.1, 64.0)] == [5, 1, 2, 3, 5]
-
-
-@pytest.mark.parametrize(
-    ("cores", "quota", "threads", "expected"),
-    [
-        (SINGLE, None, 1, False),
-        (SINGLE, None, 5, True),
-        (SINGLE, 0.9, 1, True),
-        (SINGLE, 1.0, 1, True),
-        (SINGLE, 1.8, 1, False),  # a rank that waits would leave 0.8 cores unused
-        (SINGLE, 1.8, 2, True),
-        (SINGLE[:1], None, 1, True),
-        (SINGLE[:1], 4.0, 1, True),
-    ],
-)
-def test_one_rank_can_use_the_node_if_its_threads_can(monkeypatch, cores, quota, threads, expected):
-    monkeypatch.setattr(cpu_binding, "cores_of_node", lambda: cores)
-    monkeypatch.setattr(cpu_binding, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(cpu_binding.torch, "get_num_threads", lambda: threads)
-    assert one_rank_can_use_the_node() == expected
 
 
 @pytest.mark.parametrize(

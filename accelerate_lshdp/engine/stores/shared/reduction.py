@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from accelerate_lshdp.engine.stores.shared.backward_pacing import BackwardPacing
 from accelerate_lshdp.engine.stores.shared.bucket import Contribution, SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.table import BARRIER_PURPOSES, BarrierPurpose, NodeTable
@@ -32,8 +31,6 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 #: How long a thread sleeps when nobody wakes it; it wakes up to look at the clock only.
 _NAP_SECONDS = 1.0
-#: How many buckets a rank that is paced may be ahead of the last rank of its node.
-_LEAD = 1
 _SAME_CALLS_HINT = (
     "All ranks of a node share its parameters, so they do the same with them together: load_state_dict, clipping and "
     "steps on all ranks or on none. For something of one rank alone, use a copy.deepcopy of the model"
@@ -52,7 +49,6 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        should_pace: tells whether this rank should wait for slower ranks of its node (`backward_pacing`).
     """
 
     def __init__(
@@ -62,11 +58,9 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        should_pace: Callable[[], bool] = lambda: False,
     ) -> None:
         self.clock = clock
         self.timeout_seconds = timeout_seconds
-        self._pacing = BackwardPacing(should_pace if memory.size > 1 else lambda: False)
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -98,7 +92,6 @@ class NodeReduction:
         # The first rank may start each sum anew when all ranks have published this: they have read the last one.
         self._publish(self._table.entered, self._rank, self._backward)
         self._memory.wake_self()
-        self._pacing.begin()
 
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
@@ -116,26 +109,6 @@ class NodeReduction:
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.wake_self()
-
-    def pace(self, index: int) -> None:
-        """Waits a moment if this rank, which has handed in a bucket, is too far ahead of the others of its node.
-
-        Args:
-            index: of the bucket.
-        """
-        table, behind = self._table, index - _LEAD
-        # A rank that has not begun its backward may be busy with something else for long.
-        if behind < 0 or not self._pacing.patience or not (table.entered >= self._backward).all():
-            return
-        # Between autograd's kernels, in the thread of the backward: no gradient is computed meanwhile, which gives the
-        # processors to the slower ranks. An error is left to `finish`, which all ranks come to.
-        begun = now = time.monotonic()
-        ends = begun + self._pacing.patience
-        with self.clock.waiting(), self._changed:
-            while table.added[-1, behind] < self._backward and now < ends and self._problem("", late=False) is None:
-                self._changed.wait(timeout=min(_NAP_SECONDS, ends - now))
-                now = time.monotonic()
-        self._pacing.waited(now - begun, timed_out=now >= ends)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -163,7 +136,6 @@ class NodeReduction:
                     complete(index)
                     self._publish(table.final, index, backward)
             self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
-        self._pacing.finish()
 
     def abandon(self) -> None:
         """Gives up a backward that failed on this rank; other ranks of the node stop waiting for this one.

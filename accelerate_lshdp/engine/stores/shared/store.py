@@ -30,7 +30,6 @@ from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.buckets import fill_buckets, owners
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
-from accelerate_lshdp.runtime.cpu_binding import one_rank_can_use_the_node
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.topology import Topology
@@ -138,9 +137,7 @@ class SharedStore(Store):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        self._reduction = NodeReduction(
-            memory, table, buckets, self.clock, timeout_seconds, should_pace=one_rank_can_use_the_node
-        )
+        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
@@ -237,8 +234,6 @@ class SharedStore(Store):
             for index in indices:
                 self._gradients[index] = None
             self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
-            if self._synchronise and not all_of_them:
-                self._reduction.pace(number)
 
     def deliver(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
