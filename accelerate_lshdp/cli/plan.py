@@ -146,6 +146,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"wrote {', '.join(map(str, written))}")
     if (hint := busy_hint(profile)) is not None:
         print(hint)
+    if (hint := profile.time_hint(sizes.micro_batches)) is not None:
+        print(f"{hint} (accelerate-lshdp profile --seconds)")
     print(f"next: {_launch_command(profile, arguments)}")
     return 0
 

@@ -224,6 +224,8 @@ class Comparison:
             measurement.micro_batches = micro_batches_of(
                 case, measurement.total_batch_size, self._ranks, lambda: self._plan(case, measurement.network)
             )
+            if case.batch_sizes == PLAN and (hint := self._profile.time_hint(measurement.micro_batches)) is not None:
+                self._say(f"{measurement.name}: {hint} (profile_seconds)")
             most = max(steps for _, steps in measurement.micro_batches)
             wire_bytes = self._wire_bytes[case.communication_dtype]
             measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most, wire_bytes)

@@ -113,6 +113,25 @@ class Profile(Record):
         """The times and limits of all ranks, for the planners."""
         return [rank.profile() for rank in self.ranks]
 
+    def time_hint(self, micro_batches: Sequence[tuple[int, int]]) -> str | None:
+        """One sentence about ranks that might train more if profiling had had more time; None if there is none.
+
+        Args:
+            micro_batches: (size, accumulation steps) of each rank in a plan.
+        """
+        short = [
+            rank.rank
+            for rank, (size, _) in zip(self.ranks, micro_batches, strict=True)
+            if rank.limited_by == "time" and size == rank.max_micro_batch_size
+        ]
+        if not short:
+            return None
+        found = ", ".join(f"{self.ranks[rank].max_micro_batch_size} samples on rank {rank}" for rank in short)
+        return (
+            f"The plan has the largest micro-batches that there was time to measure ({found}); larger ones may be"
+            " faster. Profile for longer."
+        )
+
     def bucket_seconds(self) -> list[float] | None:
         """Seconds of each bucket's all-reduce; None where no communication overlaps with the backward.
 

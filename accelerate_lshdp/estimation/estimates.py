@@ -18,7 +18,6 @@ from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, pla
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, RankMemory, rank_memory
 from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
-from accelerate_lshdp.planning.cost.step_simulation import Processors
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
@@ -34,8 +33,6 @@ _PCI_EXPRESS = LinkCost(20e-6, 1 / 12e9)
 PROCESS_HOST_BYTES, PROCESS_DEVICE_BYTES = 400 * 2**20, 600 * 2**20
 #: Usable fraction of memory; the rest is for fragments and temporary tensors, which no estimate sees.
 _USABLE = 0.95
-#: Period of the quotas of emulated nodes, in seconds.
-_QUOTA_PERIOD_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -281,12 +278,6 @@ class _Estimator:
             hardware.link,
             communication_costs=tuple(
                 CommunicationCost() if node.device is not None else one_core.on(node.cores) for node in nodes
-            ),
-            processors=tuple(
-                Processors()
-                if node.device is not None
-                else Processors.under_quota(node.cores, node.ranks, _QUOTA_PERIOD_SECONDS)
-                for node in nodes
             ),
             inside=_PCI_EXPRESS if has_devices else None,
             device_link=_PCI_EXPRESS if has_devices else None,

@@ -97,9 +97,10 @@ class ClusterBenchmark(Comparison):
                     measured[name] = told[0]
                 if len(launch.nodes) > 1:
                     delays[name] = mean(launch.call("measure_message_delay", timeout=BUILD_SECONDS))
+        self._profile = Profile.from_dict(profile)
         self._measured = ClusterMeasurements(
             nodes=launch.nodes,
-            profile=Profile.from_dict(profile),
+            profile=self._profile,
             networks={name: (self.config.networks[name], Network.read(network)) for name, network in measured.items()},
             model=self._size,
             formats=self._formats,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from statistics import mean
 from typing import Any
@@ -20,9 +21,9 @@ from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.strategy import strategy_traits
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
-from accelerate_lshdp.planning.cost.step_simulation import Processors
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 from accelerate_lshdp.planning.cost.wire_sizes import reduction_bytes
+from laboratory.shared_machine import Processors, simulate_under_quotas
 from laboratory.speed_check import Speed
 
 
@@ -142,9 +143,9 @@ class ClusterMeasurements:
             communication_costs=tuple(
                 communication_cost.on(node.cores / mean(islice(slowdowns, node.ranks))) for node in self.nodes
             ),
-            processors=self._processors(speed),
             shared_memory=self.shared_memory and not case.is_peer,
             message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
+            simulate=partial(simulate_under_quotas, processors=self._processors(speed)),
         )
         predicted = predict_step(
             case.strategy,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from laboratory import planned
 from laboratory.planned import GOODPUT, ClusterMeasurements, Format, Overheads
+from laboratory.shared_machine import Processors
 from laboratory.speed_check import CheckedRank, Speed, speed_of
 
 from accelerate_lshdp.comparing.cases import Case
@@ -17,7 +18,6 @@ from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, MessageTimes, Network, ProfiledScript
 from accelerate_lshdp.planning import TimeCurve
 from accelerate_lshdp.planning.cost.cluster_model import CommunicationCost, ModelSize
-from accelerate_lshdp.planning.cost.step_simulation import Processors
 
 
 OPTIMIZER_SECONDS = 0.25

@@ -130,6 +130,17 @@ def test_the_plan_is_written_with_all_that_explains_it(folder: Path, capsys: pyt
         assert line in output, output
 
 
+def test_a_plan_that_lacks_time_of_profiling_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = a_profile()
+    document["ranks"][0]["limited_by"] = "time"
+    Path("profile.json").write_text(json.dumps(document))
+    plan("--total", "36", "--no-accumulation", "--no-picture", "--no-yaml")
+    assert "Profile for longer" not in capsys.readouterr().out
+    assert plan("--total", "90", "--no-accumulation", "--no-picture", "--no-yaml").batch_sizes[0] == 32
+    found = capsys.readouterr().out
+    assert "(32 samples on rank 0); larger ones may be faster. Profile for longer. (accelerate-lshdp profile" in found
+
+
 def test_the_yaml_files_are_what_config_writes(folder: Path) -> None:
     plan("--total", "36", "--main-port", "4000", "--mixed-precision", "bf16", "--yaml-dir", "yaml")
     flags = ["--main-port", "4000", "--mixed-precision", "bf16", "--output-dir", "expected"]

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from accelerate_lshdp.documents.network import LinkCost
-from accelerate_lshdp.planning.cost.step_simulation import Processors
+from accelerate_lshdp.planning.cost.step_simulation import SimulatedStep, simulate_step
 
 
 #: Number of equal units that stand for a model whose units are not given.
@@ -72,7 +72,6 @@ class ClusterModel:
         link: between nodes.
         communication_costs: what communication takes of each node's processors. Empty: nothing, as where devices
             compute.
-        processors: of each node, where a quota limits them. Empty: no quota.
         inside: the link between ranks of a node, where it is not the processors that move bytes inside the node. None:
             they do, at `communication_costs`.
         device_link: the link between host memory and each device, for offloaded parameters and gradients. None: the
@@ -82,6 +81,7 @@ class ClusterModel:
         streams: devices gather and reduce while they compute.
         message_delay_seconds: seconds by which a message between nodes is delayed while the nodes compute, where it
             waits for a processor.
+        simulate: as `simulate_step`; another one where nodes are not machines of their own.
 
     Raises:
         ValueError: there is no node, one has no rank, values do not match the nodes, or the delay is impossible.
@@ -90,13 +90,13 @@ class ClusterModel:
     nodes: tuple[int, ...]
     link: LinkCost
     communication_costs: tuple[CommunicationCost, ...] = ()
-    processors: tuple[Processors, ...] = ()
     inside: LinkCost | None = None
     device_link: LinkCost | None = None
     shared_memory: bool = False
     two_stage: bool = True
     streams: bool = False
     message_delay_seconds: float = 0.0
+    simulate: Callable[..., SimulatedStep] = simulate_step
 
     def __post_init__(self) -> None:
         nodes = tuple(self.nodes)
@@ -107,16 +107,12 @@ class ClusterModel:
                 f"found message_delay_seconds {self.message_delay_seconds}, expected finite seconds of at least 0:"
                 " measure again"
             )
-        # The second name is the one in error messages.
-        per_node = (
-            ("communication_costs", "handling", CommunicationCost()),
-            ("processors", "processors", Processors()),
-        )
-        for name, shown, default in per_node:
-            values = tuple(getattr(self, name)) or (default,) * len(nodes)
-            if len(values) != len(nodes):
-                raise ValueError(f"found {shown} of {len(values)} nodes, expected it for each of {len(nodes)} nodes")
-            object.__setattr__(self, name, values)
+        costs = tuple(self.communication_costs) or (CommunicationCost(),) * len(nodes)
+        if len(costs) != len(nodes):
+            raise ValueError(
+                f"found communication_costs of {len(costs)} nodes, expected one for each of {len(nodes)} nodes"
+            )
+        object.__setattr__(self, "communication_costs", costs)
         object.__setattr__(self, "nodes", nodes)
 
 

@@ -22,7 +22,7 @@ from accelerate_lshdp.documents.network import Collective, Exchange
 from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, ModelSize
 from accelerate_lshdp.planning.cost.step_prediction import RankStep, StepPrediction
-from accelerate_lshdp.planning.cost.step_simulation import Segment, Transfer, simulate_step
+from accelerate_lshdp.planning.cost.step_simulation import Segment, Transfer
 from accelerate_lshdp.planning.cost.wire_sizes import BUCKET_BYTES, reduction_bytes
 
 
@@ -361,7 +361,7 @@ class StepWriter:
     def simulate(self) -> StepPrediction:
         """The seconds and bytes of the step that was written."""
         segments = [Segment(tuple(row.tolist()), need) for row, need in zip(self.segments, self.needs, strict=True)]
-        simulated = simulate_step(segments, self.transfers, self.node_of_rank.tolist(), self.cluster.processors)
+        simulated = self.cluster.simulate(segments, self.transfers, self.node_of_rank.tolist())
         compute = self.steps * self.time + self.overhead
         # What computing took longer than written is what transfers took of the processors.
         slowed = np.maximum(0.0, np.array(simulated.busy_seconds) - np.sum(self.segments, axis=0))
