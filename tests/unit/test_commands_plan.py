@@ -136,7 +136,7 @@ def test_a_plan_that_lacks_time_of_profiling_says_so(folder: Path, capsys: pytes
     Path("profile.json").write_text(json.dumps(document))
     plan("--total", "36", "--no-accumulation", "--no-picture", "--no-yaml")
     assert "Profile for longer" not in capsys.readouterr().out
-    assert plan("--total", "90", "--no-accumulation", "--no-picture", "--no-yaml").batch_sizes[0] == 32
+    assert plan("--total", "128", "--no-accumulation", "--no-picture", "--no-yaml").batch_sizes[0] == 32
     found = capsys.readouterr().out
     assert "(32 samples on rank 0); larger ones may be faster. Profile for longer. (accelerate-lshdp profile" in found
 
