@@ -32,7 +32,7 @@ benchmark-planning: $(VENV)/.installed
 	$(BIN)/python benchmarks/planning.py $(BENCHMARK_ARGS)
 
 benchmark-cluster: $(VENV)/.installed
-	$(BIN)/python benchmarks/uneven_cluster.py $(BENCHMARK_ARGS)
+	$(BIN)/accelerate-lshdp bench benchmarks/cluster_automatic.yaml $(BENCHMARK_ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -80,10 +80,14 @@ class PretendedLaunch:
     def _begin(self, name: str, **arguments: Any) -> None:
         self.open.append(name)
 
-    def _train(self, name: str, steps: int) -> list[tuple[float, float]]:
+    def _train(self, name: str, steps: int) -> list[tuple[float, float, int]]:
         assert name in self.open
         self.sent += steps * MEGABYTE
-        return [(self.seconds(name, self.network), 1.5)] * steps
+        return [(self.seconds(name, self.network), 1.5, 4)] * steps
+
+    def _batch_sizes(self, name: str) -> list[int]:
+        assert name in self.open
+        return [5, 3]
 
     def _statistics(self, name: str) -> dict[str, Any]:
         return {

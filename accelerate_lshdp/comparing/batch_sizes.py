@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from accelerate_lshdp.comparing.cases import EQUAL, PLAN, Case, equal_sizes
+from accelerate_lshdp.comparing.cases import AUTO, EQUAL, PLAN, Case, equal_sizes
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MessageTimes
 from accelerate_lshdp.planning import plan_fixed_total
@@ -22,7 +22,7 @@ def micro_batches_of(
         ranks: number of ranks.
         plan: makes the planned ones; called only for a case that trains with them.
     """
-    if case.batch_sizes == EQUAL:
+    if case.batch_sizes in (EQUAL, AUTO):  # from an equal split the training goes on by itself
         return [(size, 1) for size in equal_sizes(total, ranks)]
     if case.batch_sizes == PLAN:
         return plan()

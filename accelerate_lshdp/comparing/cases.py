@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accelerate_lshdp.documents.strategy import PLAIN, UNEQUAL, SharedBy, Strategy, strategy_traits
 
 
-EQUAL, PLAN = "equal", "plan"
+EQUAL, PLAN, AUTO = "equal", "plan", "auto"
 FULL_PRECISION = "fp32"
 #: Plain PyTorch: what the others are compared with. It uses nothing of this package.
 PEERS = tuple(PLAIN)
@@ -21,8 +21,8 @@ class Case:
     Args:
         strategy: one of `documents.strategy.STRATEGIES`.
         communication_dtype: how gradients travel between nodes, ``fp32`` or a lossy format.
-        batch_sizes: samples of each rank; `EQUAL`; or `PLAN`, what the planner makes of measured ranks. None: what the
-            strategy's name stands for.
+        batch_sizes: samples of each rank; `EQUAL`; `PLAN`, what the planner makes of measured ranks; or `AUTO`, what
+            the training finds itself. None: what the strategy's name stands for.
     """
 
     strategy: str

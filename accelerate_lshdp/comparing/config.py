@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from accelerate_lshdp.comparing.cases import EQUAL, FULL_PRECISION, PLAN, Case
+from accelerate_lshdp.comparing.cases import AUTO, EQUAL, FULL_PRECISION, PLAN, Case
 from accelerate_lshdp.documents.records import BOOLEAN, integer, number
 from accelerate_lshdp.documents.strategy import STRATEGIES
 from accelerate_lshdp.documents.strict_reading import read_yaml
@@ -52,6 +52,7 @@ class ComparisonConfig:
         rounds: turns that every case gets.
         steps: steps of a turn that count.
         uncounted_steps: steps at the beginning of each turn that do not: caches are cold, ranks arrive one by one.
+        learning_steps: steps before the first turn of a case that finds its batch sizes itself.
         turn_seconds: a turn of a slow case ends after these, with at least one counted step.
         memory: whether peak memory is measured, in fresh processes for each case.
         profile_seconds: budget of the profiling run that plans are made from; 0: none.
@@ -75,6 +76,7 @@ class ComparisonConfig:
     rounds: int = 3
     steps: int = 3
     uncounted_steps: int = 1
+    learning_steps: int = 30
     turn_seconds: float = 12.0
     memory: bool = False
     profile_seconds: float = 40.0
@@ -141,7 +143,7 @@ class ComparisonConfig:
             raise PlanError(
                 f"plain PyTorch ({case.strategy}) trains with equal batches. Remove batch_sizes.", path=where
             )
-        elif case.batch_sizes != PLAN and (
+        elif case.batch_sizes not in (PLAN, AUTO) and (
             len(case.batch_sizes) != ranks or sum(case.batch_sizes) != self.total_batch_size
         ):
             raise PlanError(
@@ -215,6 +217,7 @@ _SETTINGS = {
     "rounds": integer(least=1),
     "steps": integer(least=1),
     "uncounted_steps": integer(),
+    "learning_steps": integer(least=1),
     "turn_seconds": number(positive=True),
     "memory": BOOLEAN,
     "profile_seconds": number(),
@@ -258,7 +261,7 @@ def _read_case(entry: object, path: str) -> Case:
             require_integer(size, f"{path}.batch_sizes[{index}]", least=1)
         sizes = tuple(sizes)
     elif "batch_sizes" in section:
-        require_choice(sizes, f"{path}.batch_sizes", (EQUAL, PLAN))
+        require_choice(sizes, f"{path}.batch_sizes", (EQUAL, PLAN, AUTO))
     case = Case(strategy, communication_dtype or FULL_PRECISION, sizes)
     if case.is_peer and given:
         raise PlanError(f'found "{section["strategy"]}", expected "{strategy}": plain PyTorch sends fp32.', path=path)

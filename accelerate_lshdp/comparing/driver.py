@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate_lshdp.comparing.batch_sizes import micro_batches_of, plan_micro_batches
-from accelerate_lshdp.comparing.cases import PLAN, Case, has_units
+from accelerate_lshdp.comparing.cases import AUTO, PLAN, Case, has_units
 from accelerate_lshdp.comparing.config import ComparisonConfig
 from accelerate_lshdp.comparing.formula_bytes import formula_bytes
 from accelerate_lshdp.comparing.launch import ENGINE, PLAIN_DDP, PLAIN_FSDP2, Launch
@@ -185,6 +185,11 @@ class Comparison:
         self._say(f"{network}: preparing {len(cases)} cases")
         for measurement in cases:
             self._attempt(launch, measurement, lambda m: self._begin(launch, m))
+        for measurement in self._measure_rounds(launch, network, cases):
+            self._attempt(launch, measurement, lambda m: self._end(launch, m))
+
+    def _measure_rounds(self, launch: Launch, network: str, cases: list[Measurement]) -> list[Measurement]:
+        """All rounds over cases that have begun; returns the measurements whose trainings are to be ended."""
         with self._on_network(launch, network):
             for turn in range(self.config.rounds):
                 self._say(f"{network}: round {turn + 1} of {self.config.rounds}")
@@ -192,7 +197,7 @@ class Comparison:
                 self._take_turns(launch, cases[first:] + cases[:first])
         for measurement in cases:
             self._predict(measurement)
-            self._attempt(launch, measurement, lambda m: self._end(launch, m))
+        return cases
 
     def _measure_alone(self, measurements: Sequence[Measurement]) -> None:
         """One case in fresh processes: its memory, and if cases do not take turns, its speed."""
@@ -239,6 +244,7 @@ class Comparison:
             communication_dtype=case.communication_dtype,
             micro_batches=measurement.micro_batches,
             ranks_per_node=measurement.nodes[0],
+            automatic=case.batch_sizes == AUTO,
         )
 
     def _take_turns(self, launch: Launch, measurements: Sequence[Measurement]) -> None:
@@ -261,6 +267,9 @@ class Comparison:
     def _take_turn(self, launch: Launch, measurement: Measurement) -> None:
         """Some steps that do not count, then those that do, as many as there is time for."""
         steps = self.config.steps
+        automatic = measurement.case.batch_sizes == AUTO
+        if automatic and not measurement.turns:
+            measurement.trained(self._train(launch, measurement, self.config.learning_steps))
         if self.config.uncounted_steps:
             spent = measurement.trained(self._train(launch, measurement, self.config.uncounted_steps))
             left = self.config.turn_seconds - sum(spent)
@@ -269,16 +278,22 @@ class Comparison:
         trained = self._train(launch, measurement, steps)
         sent = _difference(before, (launch.sent_between_nodes(), launch.sent_inside_nodes()))
         measurement.add_turn(trained, *sent)
+        if automatic:
+            sizes = launch.call("batch_sizes", kind=kind_of(measurement), name=measurement.name)[0]
+            measurement.micro_batches = [(size, 1) for size in sizes]
 
     def _train(self, launch: Launch, measurement: Measurement, steps: int) -> Any:
         timeout = 30 + self.config.step_timeout_seconds * steps
         return launch.call("train", kind=kind_of(measurement), timeout=timeout, name=measurement.name, steps=steps)
 
     def _end(self, launch: Launch, measurement: Measurement) -> None:
+        self._note_statistics(launch, measurement)
+        launch.call("end", kind=kind_of(measurement), name=measurement.name)
+
+    def _note_statistics(self, launch: Launch, measurement: Measurement) -> None:
         kind = kind_of(measurement)
         measurement.statistics = launch.call("statistics", kind=kind, name=measurement.name)[0]
         measurement.timeline = launch.call("timeline", kind=kind, name=measurement.name)
-        launch.call("end", kind=kind, name=measurement.name)
 
     # Failures
 

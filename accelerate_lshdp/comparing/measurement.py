@@ -12,8 +12,8 @@ from typing import Any
 from accelerate_lshdp.comparing.cases import Case
 
 
-#: Step by step, for every rank: (wall seconds, loss).
-Steps = Sequence[Sequence[tuple[float, float]]]
+#: Step by step, for every rank: (wall seconds, loss, samples).
+Steps = Sequence[Sequence[tuple[float, float, int]]]
 
 
 @dataclass
@@ -69,10 +69,9 @@ class Measurement:
         """Notes the losses of steps and returns their seconds: means over ranks, which wait for each other."""
         seconds = []
         for ranks in zip(*steps, strict=True):
-            seconds.append(mean(taken for taken, _ in ranks))
+            seconds.append(mean(taken for taken, _, _ in ranks))
             self.trained_seconds += seconds[-1]
-            sizes = self.batch_sizes
-            loss = sum(size * loss for size, (_, loss) in zip(sizes, ranks, strict=True)) / sum(sizes)
+            loss = sum(loss * samples for _, loss, samples in ranks) / sum(samples for _, _, samples in ranks)
             self.losses.append((self.trained_seconds, len(self.losses) + 1, loss))
         return seconds
 

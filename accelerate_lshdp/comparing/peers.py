@@ -62,8 +62,8 @@ class PeerTraining:
         self.device = device
         self._batches = self._endless(DataLoader(samples, batch_sampler=_Slices(len(samples), batch_size)))
 
-    def step(self) -> float:
-        """One optimizer step; returns this rank's loss."""
+    def step(self) -> tuple[float, int]:
+        """One optimizer step; returns this rank's loss and its samples."""
         with self.span("data"):
             batch = {name: value.to(self.device) for name, value in next(self._batches).items()}
         with self.span("forward"):
@@ -73,7 +73,7 @@ class PeerTraining:
         with self.span("optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return loss.item()
+        return loss.item(), len(batch["labels"])
 
     @staticmethod
     def _endless(loader: DataLoader) -> Iterator[dict[str, Any]]:

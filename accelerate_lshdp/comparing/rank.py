@@ -116,6 +116,7 @@ class Rank:
         communication_dtype: str,
         micro_batches: list[tuple[int, int]],
         ranks_per_node: int,
+        automatic: bool = False,
     ) -> None:
         """Prepares a training.
 
@@ -124,6 +125,7 @@ class Rank:
             strategy: one of `peers.wrap`, or the engine's.
             micro_batches: (size, accumulation steps) of each rank.
             ranks_per_node: of all nodes; only peers need it.
+            automatic: whether the training finds its batch sizes itself, from these on.
         """
         timeline = self.timelines[name] = Timeline()
         model = self._model(name)
@@ -139,7 +141,7 @@ class Rank:
             return
         from accelerate_lshdp.comparing.trainings import Training, make_plan
 
-        plan = make_plan(strategy, communication_dtype, micro_batches)
+        plan = make_plan(strategy, communication_dtype, micro_batches, automatic)
         self.trainings[name] = Training(plan, model, self._optimizer, self.samples, timeline)
         self._set_aside()
 
@@ -149,8 +151,8 @@ class Rank:
         gc.collect()
         gc.freeze()
 
-    def train(self, *, name: str, steps: int) -> list[tuple[float, float]]:
-        """Steps of one training: wall seconds (loading included) and this rank's loss of each."""
+    def train(self, *, name: str, steps: int) -> list[tuple[float, float, int]]:
+        """Steps of one training: wall seconds (loading included), this rank's loss and its samples in each."""
         training, timeline = self.trainings[name], self.timelines[name]
         dist.barrier()
         self.turns_begun[name] = time.monotonic()
@@ -158,9 +160,13 @@ class Rank:
         for _ in range(steps):
             timeline.begin_step()
             begun = time.monotonic()
-            loss = training.step()
-            done.append((time.monotonic() - begun, loss))
+            loss, samples = training.step()
+            done.append((time.monotonic() - begun, loss, samples))
         return done
+
+    def batch_sizes(self, *, name: str) -> list[int]:
+        """Samples of each rank in the last step of a training of the engine."""
+        return self.trainings[name].batch_sizes()
 
     def statistics(self, *, name: str) -> dict[str, Any] | None:
         """Medians over the steps so far; None for peers, which do not measure themselves."""

@@ -45,9 +45,9 @@ class Training:
         self.model, self.optimizer, self.loader = prepared
         self._batches = self._endless()
 
-    def step(self) -> float:
-        """One optimizer step; returns this rank's loss, the mean over its samples."""
-        losses, stepped = [], False
+    def step(self) -> tuple[float, int]:
+        """One optimizer step; returns this rank's loss, the mean over its samples, and their number."""
+        losses, samples, stepped = [], 0, False
         while not stepped:  # a plan may say several micro-batches
             with self.timeline.span("data"):
                 batch = next(self._batches)
@@ -60,8 +60,13 @@ class Training:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 losses.append(loss.item())
+                samples += len(batch["labels"])
                 stepped = self.accelerator.sync_gradients
-        return sum(losses) / len(losses)
+        return sum(losses) / len(losses), samples
+
+    def batch_sizes(self) -> list[int]:
+        """Samples of each rank in the last global batch."""
+        return list(self.accelerator.batch_place.cut.sizes)
 
     def statistics(self) -> dict[str, Any]:
         """Medians over the last steps, one entry a rank."""
@@ -83,8 +88,25 @@ class Training:
             yield from self.loader
 
 
-def make_plan(strategy: str, communication_dtype: str, micro_batches: Sequence[tuple[int, int]]) -> Plan:
-    """The plan of a case: one (micro-batch size, accumulation steps) a rank."""
+def make_plan(
+    strategy: str, communication_dtype: str, micro_batches: Sequence[tuple[int, int]], automatic: bool = False
+) -> Plan:
+    """The plan of a case.
+
+    Args:
+        strategy: the engine's.
+        communication_dtype: the format of gradients.
+        micro_batches: (size, accumulation steps) of each rank.
+        automatic: whether the training goes on from there by itself.
+    """
+    if automatic:
+        total = sum(size * steps for size, steps in micro_batches)
+        return Plan.auto(
+            total,
+            strategy=strategy,
+            communication_dtype=communication_dtype,
+            **without_exact_steps(communication_dtype),
+        )
     return Plan.from_batch_sizes(
         [tuple(entry) for entry in micro_batches],
         strategy=strategy,

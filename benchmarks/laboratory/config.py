@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from accelerate_lshdp.comparing.config import ComparisonConfig, named_entries
@@ -35,6 +35,8 @@ class BenchmarkConfig(ComparisonConfig):
         clusters: the nodes of each, by name.
         networks: by the name that results have them under.
         limits: what has to hold.
+        later: the same nodes with the cores that they have in a second part, while trainings go on; by name, for those
+            that have one.
 
     Raises:
         ConfigError: the parts do not fit each other.
@@ -46,6 +48,7 @@ class BenchmarkConfig(ComparisonConfig):
     clusters: Mapping[str, tuple[Node, ...]]
     networks: Mapping[str, Link]
     limits: tuple[Limit, ...] = ()
+    later: Mapping[str, tuple[Node, ...]] = field(default_factory=dict)
     # An emulated node has a part of a core for all of its ranks.
     threads: int = 1
 
@@ -53,6 +56,13 @@ class BenchmarkConfig(ComparisonConfig):
         super()._check()
         for name, nodes in self.clusters.items():
             self.check_nodes([node.ranks for node in nodes], name)
+        for name in self.later:
+            if not self.interleaved or not self.profile_seconds:
+                raise PlanError(
+                    "found later without interleaved or without profile_seconds, expected both: trainings go on, and"
+                    " ranks are profiled again. Remove it.",
+                    path=f"{at_key('clusters', name)}.later",
+                )
         self._check_limits()
 
     def _check_limits(self) -> None:
@@ -66,12 +76,14 @@ class BenchmarkConfig(ComparisonConfig):
 
     @classmethod
     def _read_sections(cls, sections: Mapping[str, Any]) -> dict[str, Any]:
+        clusters = {
+            name: _read_cluster(cluster, at_key("clusters", name))
+            for name, cluster in named_entries(sections["clusters"], "clusters")
+        }
         return {
             **super()._read_sections(sections),
-            "clusters": {
-                name: _read_cluster(cluster, at_key("clusters", name))
-                for name, cluster in named_entries(sections["clusters"], "clusters")
-            },
+            "clusters": {name: nodes for name, (nodes, _) in clusters.items()},
+            "later": {name: later for name, (_, later) in clusters.items() if later is not None},
             "networks": _read_networks(sections["networks"]),
             "limits": tuple(
                 _read_limit(entry, f"limits[{index}]")
@@ -97,15 +109,25 @@ def _read_networks(value: object) -> dict[str, Link]:
     return networks
 
 
-def _read_cluster(value: object, path: str) -> tuple[Node, ...]:
-    section = require_object(value, path, required=("nodes",))
+def _read_cluster(value: object, path: str) -> tuple[tuple[Node, ...], tuple[Node, ...] | None]:
+    section = require_object(value, path, required=("nodes",), optional=("later",))
     nodes = read_nodes(section["nodes"], f"{path}.nodes")
     for index, node in enumerate(nodes):
         if node.cores is None:
             raise PlanError(
                 "found a node without cpu, expected the cores that it has. Add it.", path=f"{path}.nodes[{index}]"
             )
-    return nodes
+    if "later" not in section:
+        return nodes, None
+    later = require_list(section["later"], f"{path}.later", "number of cores, one for each node")
+    if len(later) != len(nodes):
+        raise PlanError(
+            f"found cores of {len(later)} nodes, expected them for each of {len(nodes)}. Correct the list.",
+            path=f"{path}.later",
+        )
+    for index, cores in enumerate(later):
+        require_number(cores, f"{path}.later[{index}]", positive=True)
+    return nodes, tuple(replace(node, cores=float(cores)) for node, cores in zip(nodes, later, strict=True))
 
 
 def _read_limit(entry: object, path: str) -> Limit:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -48,6 +49,7 @@ class ClusterBenchmark(Comparison):
         nodes = [node.ranks for node in config.clusters[cluster]]
         networks = {name: network.bandwidth_bits_per_second for name, network in config.networks.items()}
         super().__init__(config, cluster, nodes, model, launch, say, networks)
+        self._cluster = cluster
         self._measured: ClusterMeasurements | None = None
         self._formats: dict[str, Format] = {}
         # Of each case on each network, what the ranks told when their speed was checked before and after its turns.
@@ -83,14 +85,13 @@ class ClusterBenchmark(Comparison):
         self._measure_formats(launch)
         if not self.config.profile_seconds:
             return
-        self._prepare_profile(launch)
         measured: dict[str, Any] = {}
         delays: dict[str, float] = {}
         for name, network in self.config.networks.items():
+            if not measured:
+                profile = self._profile_on(launch, name)
             with launch.as_described(network):
                 if not measured:
-                    # Cases with equal batches are to be predicted, too.
-                    profile = self._run_profile(launch, max(equal_sizes(self.config.total_batch_size, self._ranks)))
                     measured[name] = profile["network"]
                 else:
                     told = launch.call("measure_network", timeout=BUILD_SECONDS, seconds=NETWORK_SECONDS)
@@ -112,6 +113,62 @@ class ClusterBenchmark(Comparison):
                 self._measure_overheads(launch, PLAIN_FSDP2) if PLAIN_FSDP2 in launch.kinds else Overheads()
             ),
         )
+
+    def _profile_on(self, launch: LaboratoryLaunch, network: str) -> dict[str, Any]:
+        """Profiles the ranks on a network, at the speeds that their nodes have on it."""
+        self._prepare_profile(launch)
+        with launch.as_described(self.config.networks[network]):
+            # Cases with equal batches are to be predicted, too.
+            return self._run_profile(launch, max(equal_sizes(self.config.total_batch_size, self._ranks)))
+
+    # A second part, in which nodes have other speeds
+
+    def _measure_rounds(self, launch: LaboratoryLaunch, network: str, cases: list[Measurement]) -> list[Measurement]:
+        """As `Comparison._measure_rounds`; where nodes change their speed later, then at those, too.
+
+        Trainings go on, but those with planned sizes, which are planned anew.
+        """
+        measured = super()._measure_rounds(launch, network, cases)
+        nodes = self.config.later.get(self._cluster)
+        if nodes is None or self._measured is None:
+            return measured
+        self._say(f"{network}: nodes have {', '.join(f'{node.cores:g}' for node in nodes)} cores from now on")
+        known, described = self._measured, launch.nodes
+        launch.nodes = list(nodes)
+        self._profile = Profile.from_dict(self._profile_on(launch, network))
+        self._measured = replace(known, nodes=nodes, profile=self._profile)
+        later = [self._second_part(case) for case in cases]
+        for before, after in zip(cases, later, strict=True):
+            self._checks.pop(before.name, None)
+            self._attempt(launch, before, lambda m: self._note_statistics(launch, m))
+            if after.case.batch_sizes == PLAN:
+                after.micro_batches = None
+                self._attempt(launch, after, lambda m: self._begin_anew(launch, m))
+        self.measurements += later
+        super()._measure_rounds(launch, network, later)
+        self._measured, launch.nodes = known, described
+        return later
+
+    @staticmethod
+    def _second_part(before: Measurement) -> Measurement:
+        """The measurement of the same training at the nodes' later speeds."""
+        return Measurement(
+            f"{before.cluster}_later",
+            before.model,
+            before.network,
+            before.bits_per_second,
+            before.nodes,
+            before.total_batch_size,
+            before.case,
+            parameters=before.parameters,
+            micro_batches=before.micro_batches,
+            formula_bytes=before.formula_bytes,
+            error=before.error,
+        )
+
+    def _begin_anew(self, launch: LaboratoryLaunch, measurement: Measurement) -> None:
+        launch.call("end", kind=kind_of(measurement), name=measurement.name)
+        self._begin(launch, measurement)
 
     def _measure_overheads(self, launch: LaboratoryLaunch, kind: str) -> Overheads:
         told = launch.call(

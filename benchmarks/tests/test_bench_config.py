@@ -47,6 +47,12 @@ def test_a_file_says_what_is_compared_where() -> None:
     assert config.limits[0].of == Ratio(("lshdp bf16",), ("torch_ddp", "ddp fp32"), "1 Gb/s", "step_seconds")
 
 
+def test_nodes_may_have_other_cores_later() -> None:
+    config = BenchmarkConfig.from_dict(changed("clusters.uneven.later", [0.4, 0.4]))
+    assert [node.cores for node in config.later["uneven"]] == [0.4, 0.4]
+    assert [node.ranks for node in config.later["uneven"]] == [node.ranks for node in config.clusters["uneven"]]
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_files_of_this_repository_are_right(path: Path) -> None:
     assert BenchmarkConfig.load(path).cases
@@ -75,6 +81,12 @@ def test_the_files_of_this_repository_are_right(path: Path) -> None:
         ("total_batch_size", 9, "total_batch_size: found 9 samples for the 2 ranks .* expected a multiple"),
         ("total_batch_size", 1, "total_batch_size: found 1, expected at least 2"),
         ("profile_seconds", 0, r'strategies\[2\]: "lshdp bf16" trains with planned batch sizes, which need a profile'),
+        (
+            "clusters.uneven.later",
+            [0.4],
+            r"clusters.uneven.later: found cores of 1 nodes, expected them for each of 2",
+        ),
+        ("clusters.uneven.later", [0.4, 0], r"clusters.uneven.later\[1\]: found 0"),
         ("clusters.uneven.nodes.0", {"cpu": 0}, r"clusters.uneven.nodes\[0\].cpu: found 0"),
         ("clusters", {}, "clusters: found an object, expected an object with one entry"),
         ("networks.0", "1 GB/s", r'networks\[0\].rate: found "1 GB/s"'),

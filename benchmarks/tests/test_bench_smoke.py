@@ -80,6 +80,39 @@ def test_a_tiny_benchmark_on_an_emulated_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("by_quota", [pytest.param(True, marks=[pytest.mark.root, needs_cluster]), False])
+def test_automatic_sizes_beside_planned_ones_go_on_where_nodes_change(tmp_path: Path, by_quota: bool) -> None:
+    text = TINY.partition("limits:")[0].replace("profile_seconds: 0", "profile_seconds: 5\nlearning_steps: 6")
+    text = text.replace("{nodes: [{cpu: 0.8}, {cpu: 0.4}]}", "{nodes: [{cpu: 0.8}, {cpu: 0.4}], later: [0.4, 0.8]}")
+    text = text.replace(
+        "torch_fsdp, {strategy: lshdp, batch_sizes: [4, 2]}", "lshdp, {strategy: lsdp, batch_sizes: auto}"
+    )
+    (tmp_path / "tiny.yaml").write_text(text)
+    finished, results = bench(tmp_path / "tiny.yaml", tmp_path, *([] if by_quota else ["--in-process"]), timeout=290)
+    assert finished.returncode == 0, finished.stderr
+    cases = results["cases"]
+    labels = ["torch_ddp", "lshdp fp32", "lsdp fp32 (auto)"]
+    assert [(case["cluster"], case["label"]) for case in cases] == [
+        (cluster, label) for cluster in ("uneven", "uneven_later") for label in labels
+    ]
+    assert [case["error"] for case in cases] == [None] * 6
+    assert all(sum(case["batch_sizes"]) == 6 for case in cases)
+    # The automatic training may come to sizes that were not measured.
+    assert all(case["predicted_seconds"] > 0 for case in cases if case["label"] == "lshdp fp32")
+    check_losses(cases[:2])
+    learned, turns = 6, 2 * (1 + 2)
+    for automatic in (cases[2], cases[5]):
+        assert len(automatic["losses"]) == learned + turns
+    # The automatic training has gone on, the planned one has begun anew.
+    assert cases[5]["losses"][0][2] < cases[2]["losses"][0][2]
+    assert cases[4]["losses"][0][2] == pytest.approx(cases[1]["losses"][0][2], rel=1e-4)
+    # Both train the same global batches, whatever the sizes.
+    together = zip(cases[1]["losses"], cases[2]["losses"], strict=False)
+    assert all(one == pytest.approx(other, rel=1e-4) for (_, _, one), (_, _, other) in together)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_tiny_benchmark_without_root(tmp_path: Path) -> None:
     text = TINY.partition("limits:")[0].replace("torch_fsdp, ", "") + "memory: true\n"
     (tmp_path / "tiny.yaml").write_text(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import automatic_start
 import pytest
+from limits import Limit
 
 
 SMALL = ["--layers", "1", "--batch-size", "4", "--steps", "12", "--counted", "4", "--turns", "1"]
@@ -25,3 +26,8 @@ def test_unmodified_scripts_get_the_parameters_of_one_process(tmp_path: Path, ca
     assert max(found["differences"]["auto"] + found["differences"]["planned"]) <= 5e-6
     assert sum(results["configuration"]["planned_batch_sizes"]) == 8
     assert f"{kind}: parameters" in capsys.readouterr().out
+
+
+def test_a_limit_holds_up_to_its_value() -> None:
+    assert Limit("x", 0.05, 0.05).holds and not Limit("x", 0.051, 0.05).holds
+    assert not Limit("x", float("nan"), 0.05).holds

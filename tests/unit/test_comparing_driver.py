@@ -76,6 +76,18 @@ def test_steps_are_taken_on_the_network_and_counted_without_the_first() -> None:
     assert first["peak_pss_bytes"] is None and first["predicted_seconds"] is None
 
 
+def test_a_case_that_finds_its_sizes_learns_before_its_first_turn() -> None:
+    strategies = ["lsdp", {"strategy": "lsdp", "batch_sizes": "auto"}]
+    results, launch = run({"strategies": strategies, "learning_steps": 7, "rounds": 2, "uncounted_steps": 0})
+    fixed, automatic = results[:2]
+    assert (fixed["label"], automatic["label"]) == ("lsdp fp32", "lsdp fp32 (auto)")
+    assert (len(fixed["losses"]), len(automatic["losses"])) == (2 * 2, 7 + 2 * 2)
+    assert fixed["round_seconds"] == automatic["round_seconds"] == [1.0, 1.0]
+    # Bytes are those of counted steps alone, sizes those that the training has come to.
+    assert fixed["bytes_between_nodes"] == automatic["bytes_between_nodes"]
+    assert (fixed["batch_sizes"], automatic["batch_sizes"]) == ([4, 4], [5, 3])
+
+
 def test_turns_of_slow_cases_are_short() -> None:
     seconds = {"torch_ddp": 1.0, "ddp fp32": 4.0, "lsdp fp32": 20.0}
     results, _ = run({"turn_seconds": 10, "steps": 4}, seconds=lambda name, network: seconds[name.split(",")[0]])

@@ -61,9 +61,9 @@ def measured(**identity: Any) -> Measurement:
 
 def test_a_case_has_medians_weighted_losses_and_bytes_a_step() -> None:
     measurement = measured()
-    measurement.trained([[(9.0, 4.0)], [(9.0, 8.0)]])  # does not count, but its loss and time do
-    measurement.add_turn([[(1.0, 3.0), (2.0, 2.0)], [(3.0, 3.0), (2.0, 2.0)]], [100, 200], None)
-    measurement.add_turn([[(4.0, 1.0)], [(4.0, 1.0)]], [60, 60], None)
+    measurement.trained([[(9.0, 4.0, 6)], [(9.0, 8.0, 2)]])  # does not count, but its loss and time do
+    measurement.add_turn([[(1.0, 3.0, 6), (2.0, 2.0, 6)], [(3.0, 3.0, 2), (2.0, 2.0, 2)]], [100, 200], None)
+    measurement.add_turn([[(4.0, 1.0, 6)], [(4.0, 1.0, 2)]], [60, 60], None)
     result = measurement.to_dict()
     assert result["step_seconds"] == 2.0 and result["round_seconds"] == [2.0, 4.0]
     assert result["samples_per_second"] == 4.0 and result["spread"] == 0.0
@@ -74,7 +74,7 @@ def test_a_case_has_medians_weighted_losses_and_bytes_a_step() -> None:
 
 def test_a_case_that_failed_has_no_figures() -> None:
     measurement = measured()
-    measurement.add_turn([[(1.0, 3.0)], [(1.0, 3.0)]], None, None)
+    measurement.add_turn([[(1.0, 3.0, 6)], [(1.0, 3.0, 2)]], None, None)
     measurement.error = "out of memory"
     result = measurement.to_dict()
     assert result["error"] == "out of memory" and result["losses"] == []
