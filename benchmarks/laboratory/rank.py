@@ -111,10 +111,11 @@ class EmulatedRank(Rank):
 
     def check_speed(self, *, sizes: list[int], is_peer: bool) -> CheckedRank:
         """A step of a plain model without communication; see `speed_check.SpeedCheck.run`."""
-        if self.speed_check is None:
+        size = sizes[dist.get_rank()]
+        if self.speed_check is None or self.speed_check.size != size:  # nodes may have other speeds later
             model = self._model("speed check")
             optimizer = self._optimizer(model.parameters()) if is_peer else None
-            self.speed_check = SpeedCheck(model, optimizer, self.samples, sizes[dist.get_rank()])
+            self.speed_check = SpeedCheck(model, optimizer, self.samples, size)
             self._set_aside()
         dist.barrier()
         return self.speed_check.run()

@@ -56,6 +56,7 @@ class SpeedCheck:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, samples: Dataset, size: int) -> None:
         from torch.utils.data import DataLoader  # whoever only reads speeds does not wait for torch
 
+        self.size = size
         self._model = model
         self._optimizer = optimizer
         self._sample, self._batch = (next(iter(DataLoader(samples, batch_size=size))) for size in (1, size))
