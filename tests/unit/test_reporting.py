@@ -109,7 +109,7 @@ def test_figures_that_were_not_measured_may_be_missing() -> None:
 def test_what_the_benchmark_writes_can_be_read() -> None:
     good = Measurement("uneven", "ViT", "1 Gb/s", 1e9, [1, 1], 8, Case("lshdp", batch_sizes="plan"))
     good.parameters, good.micro_batches = 1000, [(5, 1), (3, 1)]
-    good.add_turn([[(1.0, 2.0), (1.1, math.nan)], [(1.0, 2.0), (1.1, 1.5)]], [10, 20], None)
+    good.add_turn([[(1.0, 2.0, 5), (1.1, math.nan, 5)], [(1.0, 2.0, 3), (1.1, 1.5, 3)]], [10, 20], None)
     failed = Measurement("uneven", "ViT", "1 Gb/s", 1e9, [1, 1], 8, Case("torch_ddp"), error="died")
     document = {**make_results(), "cases": [case.to_dict() for case in (good, failed)]}
     read, without = read_results(json.loads(json.dumps(document, allow_nan=False))).cases
