@@ -50,7 +50,7 @@ def compare_on_nodes(
 
     return measured_results(
         measure,
-        lambda cases, wall_seconds: [],
+        lambda cases: [],
         machine=all_machines(launch(()).ask("machine")),
         config=config.document or {},
         command=command,

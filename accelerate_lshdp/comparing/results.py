@@ -20,7 +20,7 @@ _LIBRARIES = ("torch", "accelerate", "transformers")
 
 def measured_results(
     measure: Callable[[], list[dict[str, Any]]],
-    judge: Callable[[list[dict[str, Any]], float], list[dict[str, Any]]],
+    judge: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
     *,
     machine: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -30,7 +30,7 @@ def measured_results(
 
     Args:
         measure: measures all cases and returns their entries.
-        judge: makes the entries of limits from those of the cases and the seconds that all of it took.
+        judge: makes the entries of limits from those of the cases.
         machine: as `describe_machine` has it.
         config: the contents of the configuration file.
         command: that reproduces it.
@@ -51,7 +51,7 @@ def measured_results(
         "config": dict(config),
         "wall_seconds": wall_seconds,
         "cases": cases,
-        "limits": judge(cases, wall_seconds),
+        "limits": judge(cases),
     }
 
 

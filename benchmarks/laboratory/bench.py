@@ -41,7 +41,7 @@ def run_benchmark(
 
     return measured_results(
         measure,
-        lambda cases, wall_seconds: [limit.judge(cases, wall_seconds) for limit in config.limits],
+        lambda cases: [limit.judge(cases) for limit in config.limits],
         machine=describe_machine(),
         config={**(config.document or {}), **({"in_process": True} if in_process else {})},
         command=command,

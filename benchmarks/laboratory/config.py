@@ -20,7 +20,7 @@ from accelerate_lshdp.documents.value_checks import (
     require_number,
     require_object,
 )
-from laboratory.limits import Deviation, Limit, Ratio, WallSeconds
+from laboratory.limits import Deviation, Limit, Ratio
 
 
 #: Figures of a case that limits may compare; the least is the best.
@@ -131,20 +131,15 @@ def _read_cluster(value: object, path: str) -> tuple[tuple[Node, ...], tuple[Nod
 
 
 def _read_limit(entry: object, path: str) -> Limit:
-    kinds = ("ratio", "error", "wall_seconds")
-    section = require_object(entry, path, required=("name",), optional=("figure", *kinds, "at_most"))
+    kinds = ("ratio", "error")
+    section = require_object(entry, path, required=("name", "at_most"), optional=("figure", *kinds))
     require_name(section["name"], f"{path}.name", "a name")
     given = [kind for kind in kinds if kind in section]
     if len(given) != 1:
         raise PlanError(f"found {given or 'none'} of {', '.join(kinds)}, expected one of them.", path=path)
     if "figure" in section and given != ["ratio"]:
         raise PlanError('found "figure", which only a ratio has. Remove it.', path=path)
-    if given == ["wall_seconds"]:
-        require_number(section["wall_seconds"], f"{path}.wall_seconds", positive=True)
-        if "at_most" in section:
-            raise PlanError('found "at_most" beside wall_seconds, which is the limit itself. Remove it.', path=path)
-        return Limit(section["name"], WallSeconds(), section["wall_seconds"])
-    require_number(section.get("at_most"), f"{path}.at_most", positive=True)
+    require_number(section["at_most"], f"{path}.at_most", positive=True)
     if given == ["ratio"]:
         return Limit(section["name"], _read_ratio(section, path), section["at_most"])
     require_choice(section["error"], f"{path}.error", tuple(_DEVIATIONS))

@@ -69,21 +69,16 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class WallSeconds:
-    """How long the whole benchmark took."""
-
-
-@dataclass(frozen=True)
 class Limit:
     """One figure that must not exceed a limit."""
 
     name: str
-    of: Ratio | Deviation | WallSeconds
+    of: Ratio | Deviation
     at_most: float
 
-    def judge(self, cases: Sequence[Mapping[str, Any]], wall_seconds: float) -> dict[str, Any]:
+    def judge(self, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The entry in ``results.json``; what could not be measured has the value null and does not hold."""
-        value = wall_seconds if isinstance(self.of, WallSeconds) else self.of.value(cases)
+        value = self.of.value(cases)
         measured = math.isfinite(value)
         return {
             "name": self.name,

@@ -42,7 +42,6 @@ clusters:
   uneven: {nodes: [{cpu: 0.9, ranks: 2, memory: 4 GiB}, {cpu: 0.6}]}
 networks: [1 Gb/s, {rate: 250 Mb/s, delay: 1 ms}]
 limits:
-  - {name: wall, wall_seconds: 120}
   - {name: faster, ratio: [lshdp fp32, [torch_ddp], 1 Gb/s], at_most: 0.9}
   - {name: prediction, error: prediction median, at_most: 0.3}
 """
