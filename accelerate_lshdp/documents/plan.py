@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.cluster import Cluster, Link, Node
+from accelerate_lshdp.documents.placement import ModelPlacement, check_placement
 from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
 from accelerate_lshdp.documents.plan_digest import digest_of
 from accelerate_lshdp.documents.plan_sections import (
@@ -60,7 +61,7 @@ __all__ = [
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
 _ANNOTATIONS = ("profile", "predicted", "certificate")
-_KEYS = ("batch", "automatic", "communication", "cluster", *_ANNOTATIONS)
+_KEYS = ("batch", "automatic", "communication", "cluster", "placement", *_ANNOTATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Plan(Record):
         profile, predicted, certificate: JSON objects from the planner, carried unchanged.
         automatic: the run finds its batch sizes itself. It starts with `batch`, or without one with an equal split of
             `automatic.total`, or of the script's own batch size times the number of ranks.
+        placement: where each unit of the model keeps its parameters, under strategy "osdp"; None: all as the strategy
+            says.
 
     Attributes:
         source: the file or variable that the plan was read from, for error messages; not part of the plan.
@@ -93,10 +96,14 @@ class Plan(Record):
     predicted: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
     certificate: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
     automatic: Automatic | None = entry(optional(record(Automatic)), default=None)
+    placement: ModelPlacement | None = entry(optional(record(ModelPlacement)), default=None)
     source: str | None = field(default=None, init=False, compare=False, repr=False)
 
     def _check_together(self) -> None:
-        check_sections_agree(self.strategy, self.communication, self.batch, self.cluster, self.automatic)
+        check_placement(self.strategy, self.placement, self.world_size)
+        check_sections_agree(
+            self.strategy, self.communication, self.batch, self.cluster, self.automatic, self.placement
+        )
 
     @classmethod
     def from_batch_sizes(

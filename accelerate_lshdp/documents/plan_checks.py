@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate_lshdp.documents.cluster import Cluster
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.value_checks import PlanError
@@ -18,6 +19,7 @@ def check_sections_agree(
     batch: Batch | None,
     cluster: Cluster | None,
     automatic: Automatic | None,
+    placement: ModelPlacement | None = None,
 ) -> None:
     """Checks that the sections of a plan do not contradict each other.
 
@@ -34,7 +36,18 @@ def check_sections_agree(
             )
     if batch is not None and automatic is not None:
         _check_automatic_start(batch, automatic)
-    # World-sharded strategies reduce unit by unit through FSDP2, which has no buffers that stay the same.
+    # World-sharded units are reduced one by one through FSDP2, which has no buffers that stay the same.
+    stores = [] if placement is None else [each.store for each in placement.placements]
+    shared = next((store for store in stores if store.strategy.is_world_sharded), None)
+    if WIRE_FORMATS[communication.dtype].between_nodes_only and shared is not None:
+        formats = [f'"{name}"' for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
+        others = [f'"{other}"' for other in type(shared) if not other.strategy.is_world_sharded]
+        raise PlanError(
+            f'found "{communication.dtype}" with a unit in store "{shared}", expected {_one_of(formats)}: gradients '
+            "of units that all ranks share do not travel this way. Choose one of those, or give all units one of the "
+            f"stores {_one_of(others)}.",
+            path="communication.dtype",
+        )
     if WIRE_FORMATS[communication.dtype].between_nodes_only and strategy.is_world_sharded:
         formats = [f'"{name}"' for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
         others = [f'"{other}"' for other in Strategy if not other.is_world_sharded]

@@ -16,8 +16,10 @@ def digest_of(sections: Mapping[str, Any], left_out: Collection[str]) -> str:
         sections: of the plan, as plain values; None: the plan does not have it.
         left_out: sections that change nothing in the training.
     """
-    # Automatic sizes change the speed only. Plans written before that section existed keep their digest.
+    # Automatic sizes change the speed only. Plans written before a section existed keep their digest.
     left_out = {*left_out, "automatic" if sections["automatic"] is None else "batch"}
+    if sections["placement"] is None:
+        left_out.add("placement")
     document = {name: section for name, section in sections.items() if name not in left_out}
     # Sorted keys and no blanks: equal plans have equal bytes, whatever order their files have.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))

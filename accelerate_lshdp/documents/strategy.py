@@ -37,6 +37,7 @@ class StrategyTraits:
         is_offloaded: the copy is in host memory.
         is_plain: plain PyTorch (DDP, FSDP2, HSDP) with its own collectives on gloo, for comparison.
         is_unequal: every rank gets a batch size that suits its speed.
+        is_per_unit: a plan's `placement` may give units other stores; the other traits are those of its default.
     """
 
     shared_by: SharedBy
@@ -44,6 +45,7 @@ class StrategyTraits:
     is_offloaded: bool = False
     is_plain: bool = False
     is_unequal: bool = False
+    is_per_unit: bool = False
 
     @property
     def overlaps(self) -> bool:
@@ -76,6 +78,7 @@ class Strategy(str, Enum):
     FSDP_OFFLOAD = "fsdp_offload", StrategyTraits(SharedBy.WORLD, is_offloaded=True)
     GROUP_SHARDING = "group_sharding", StrategyTraits(SharedBy.NODE)
     LSDP = "lsdp", StrategyTraits(SharedBy.NODE, is_offloaded=True)
+    OSDP = "osdp", StrategyTraits(SharedBy.NODE, is_per_unit=True)
 
     def __new__(cls, name: str, traits: StrategyTraits) -> Strategy:
         member = str.__new__(cls, name)
