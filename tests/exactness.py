@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, freeze, make_optimizer, reference_run, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement
 
 
 LEARNING_RATE = 3e-3
@@ -41,6 +42,9 @@ class Setting:
     clip_value: float | None = None
     epochs: int = 1
     intra_node: str = "auto"
+    placement: ModelPlacement | None = None
+    layers: int = 2
+    optimizer: tuple[tuple[str, bool], ...] = ()  # options of AdamW
 
     @property
     def world_size(self) -> int:
@@ -75,6 +79,7 @@ def plan_of(setting: Setting) -> Plan:
         strategy=setting.strategy,
         allow_unequal_accumulation=setting.unequal_accumulation,
         intra_node=setting.intra_node,
+        placement=setting.placement,
     )
 
 
@@ -102,12 +107,11 @@ def train(setting: Setting, **options) -> tuple[float, float]:
         **options,
     )
     count, batches = global_batches(setting, plan.total_batch_size)
-    model = freeze(case.model(seed=accelerator.process_index).to(dtype), setting.frozen)
-    if accelerator.process_index == 0:
-        model = freeze(case.model().to(dtype), setting.frozen)
+    # Ranks start with different weights: those of rank 0 are what all train.
+    model = freeze(case.model(setting.layers, seed=accelerator.process_index).to(dtype), setting.frozen)
     if setting.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY, **dict(setting.optimizer))
     loader = DataLoader(case.dataset(count, dtype), batch_size=2, collate_fn=collate, num_workers=setting.num_workers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     first: dict[str, torch.Tensor] = {}
@@ -138,6 +142,7 @@ def train(setting: Setting, **options) -> tuple[float, float]:
         clip_value=setting.clip_value,
         gradient_accumulation_steps=setting.own_accumulation,
         frozen=setting.frozen,
+        model=case.model(setting.layers),
     )
     return (
         relative_error(first, reference.first_gradient),

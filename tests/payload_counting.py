@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.engine.wire import reduction as collectives
 from accelerate_lshdp.runtime.topology import Topology
@@ -94,28 +95,38 @@ def count_one_step(
     own_accumulation: int,
     node_sizes: Sequence[int] | None = None,
     intra_node: str = "auto",
+    placement: ModelPlacement | None = None,
 ) -> dict:
     """Trains a small ViT for one optimizer step.
 
     Args:
-        strategy, micro_batches, dtype, intra_node: of the plan.
+        strategy, micro_batches, dtype, intra_node, placement: of the plan.
         own_accumulation: the script's.
         node_sizes: nodes for the bytes between them; None: those of the run.
 
     Returns:
         Of this rank: `payload` and `sent` (see PayloadCounter). Parameters in bytes: of the model (`total`) and of its
-        root unit (`root`).
+        root unit (`root`), of each unit by name (`units`).
     """
     case = CASES["vit"]
     world = dist.get_world_size()
     plan = Plan.from_batch_sizes(
-        [(2, micro_batches)] * world, strategy=strategy, communication_dtype=dtype, intra_node=intra_node
+        [(2, micro_batches)] * world,
+        strategy=strategy,
+        communication_dtype=dtype,
+        intra_node=intra_node,
+        placement=placement,
     )
     accelerator = LSHDPAccelerator(plan=plan, gradient_accumulation_steps=own_accumulation)
     model = case.model(layers=3, hidden=64)  # large beside what the ranks tell each other in a step
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     blocks = [block for block in model.modules() if type(block).__name__ in ("ViTLayer", "ViTEmbeddings")]
-    root = total - sum(parameter.numel() * 4 for block in blocks for parameter in block.parameters())
+    sizes = {
+        name: sum(parameter.numel() * 4 for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if any(module is block for block in blocks)
+    }
+    root = total - sum(sizes.values())
     optimizer = make_optimizer(model, 1e-3, 0.0)
     dataset = case.dataset(plan.total_batch_size * own_accumulation, torch.float32)
     model, optimizer, loader = accelerator.prepare(
@@ -129,7 +140,8 @@ def count_one_step(
                 accelerator.backward(case.loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"payload": dict(counter.bytes), "sent": dict(counter.sent), "total": total, "root": root}
+    parameters = {"total": total, "root": root, "units": sizes}
+    return {"payload": dict(counter.bytes), "sent": dict(counter.sent), **parameters}
 
 
 def sent_by_nodes(counted: Sequence[dict], node_sizes: Sequence[int]) -> list[float]:

@@ -179,10 +179,10 @@ def freeze(model: nn.Module, frozen: Iterable[str] | None) -> nn.Module:
     return model
 
 
-def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the parameters that are trained, with the eps of `ADAM_EPS`."""
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float, **options: bool) -> torch.optim.AdamW:
+    """AdamW over the parameters that are trained, with the eps of `ADAM_EPS`, in one group."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, eps=ADAM_EPS)
+    return torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, eps=ADAM_EPS, **options)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
+from accelerate_lshdp.engine.layout_groups import zeroed_one_by_one
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
@@ -41,7 +42,7 @@ class OptimizerSteps:
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
         """Called before ``optimizer.step(closure)``; returns its arguments if they change."""
-        self._session.engine.forget_hidden()
+        self._session.engine.step_begins(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._take_gradients(optimizer)
@@ -171,7 +172,8 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 follower.step_skipped(self.optimizer)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        super().zero_grad(set_to_none)
+        with zeroed_one_by_one(self.optimizer):
+            super().zero_grad(set_to_none)
         if self.gradient_state.sync_gradients:  # else it has done nothing
             for follower in followers(self.optimizer):
                 follower.gradients_dropped(self.optimizer)

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from accelerate_lshdp.data.weighting import LossWeighting
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import Plan, Strategy
 from accelerate_lshdp.documents.plan_sections import (
     COMMUNICATION_DTYPES,
@@ -18,6 +19,7 @@ from accelerate_lshdp.documents.plan_sections import (
     POWERSGD_WARMUP_STEPS,
     Communication,
 )
+from accelerate_lshdp.engine.mixed_policies import resolve_placement
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.runtime.option_advice import variable_of
 from accelerate_lshdp.runtime.topology import Topology
@@ -71,8 +73,8 @@ class LSDPPlugin:
     for example ``LSDP_STRATEGY=fsdp``), then takes its default.
 
     Args:
-        strategy: where parameters live: ``ddp``, ``zero2``, ``fsdp``, ``fsdp_offload``, ``group_sharding`` or ``lsdp``
-            (default).
+        strategy: where parameters live: ``ddp``, ``zero2``, ``fsdp``, ``fsdp_offload``, ``group_sharding``, ``lsdp``
+            (default) or ``osdp``, as the plan's placement says for each unit.
         mixed_precision: ``no``, ``bf16`` (gradients are still reduced in fp32) or ``fp16`` (CUDA). Default: the
             accelerator's.
         units: class names or module names of the modules that are gathered and reduced together. Default: the model's
@@ -197,21 +199,30 @@ class LSDPPlugin:
         if megabytes is not None and not megabytes > 0:
             raise ValueError(f"bucket_megabytes={megabytes} from {origin('bucket_megabytes')} should be positive")
 
-    def policies(self, topology: Topology, *, device_type: str, mixed_precision: str = "no") -> ShardingPolicies:
+    def policies(
+        self,
+        topology: Topology,
+        *,
+        device_type: str,
+        mixed_precision: str = "no",
+        placement: ModelPlacement | None = None,
+    ) -> ShardingPolicies:
         """What FSDP2 will be told on a topology and a kind of device; needs neither.
 
         Args:
             topology: nodes and ranks, for example ``Topology(rank=0, node_sizes=(2, 2))``.
             device_type: ``"cpu"`` or ``"cuda"``.
             mixed_precision: the accelerator's, used where the plugin has none.
+            placement: of the plan, if it has one.
         """
         resolved = self.resolve()
-        return resolve_policies(
-            Strategy(resolved.strategy),
-            topology,
-            device_type=device_type,
-            mixed_precision=resolved.mixed_precision or mixed_precision,
-            reshard_after_forward=resolved.reshard_after_forward,
-            pin_memory=resolved.pin_memory,
-            intra_node=resolved.intra_node,
-        )
+        options = {
+            "device_type": device_type,
+            "mixed_precision": resolved.mixed_precision or mixed_precision,
+            "reshard_after_forward": resolved.reshard_after_forward,
+            "pin_memory": resolved.pin_memory,
+            "intra_node": resolved.intra_node,
+        }
+        if placement is not None:
+            return resolve_placement(placement, topology, **options)
+        return resolve_policies(Strategy(resolved.strategy), topology, **options)

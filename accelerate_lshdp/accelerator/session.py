@@ -126,6 +126,7 @@ class Session:
                 clock=clock,
                 communication=options.communication,
                 units=options.units,
+                placement=self.plan.placement,
                 prefetch=options.prefetch,
                 bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
             )
@@ -148,7 +149,10 @@ class Session:
         try:
             self.topology = Topology.discover(self.rank, self.world_size)
             self.policies = self.options.policies(
-                self.topology, device_type=self.device.type, mixed_precision=mixed_precision
+                self.topology,
+                device_type=self.device.type,
+                mixed_precision=mixed_precision,
+                placement=self.plan.placement,
             )
             plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.world_size)
             plan.check(self.world_size, self.policies.shard_groups, self.topology.node_sizes)

@@ -68,6 +68,10 @@ class UnitPlacement(Record):
     checkpoint: bool = entry(BOOLEAN, default=False)
     slices: int = entry(integer(least=1), default=1)
 
+    def __str__(self) -> str:
+        words = [str(self.store), *["recomputed"] * self.checkpoint]
+        return " ".join(words + [f"in {self.slices} slices"] * (self.slices > 1))
+
     def _check_together(self) -> None:
         if self.slices > 1 and not self.store.strategy.is_world_sharded:
             raise PlanError(
@@ -125,6 +129,14 @@ class ModelPlacement(Record):
     def placements(self) -> tuple[UnitPlacement, ...]:
         """All placements that units may have, the default among them."""
         return tuple(dict.fromkeys((*(placement for _, placement in self.units), self.default)))
+
+    def __str__(self) -> str:
+        """One line: each placement with the units that have it."""
+        named: dict[UnitPlacement, list[str]] = {}
+        for name, placement in self.units:
+            named.setdefault(placement, []).append(name or "the rest")
+        parts = [f"{placement}: {', '.join(names)}" for placement, names in named.items()]
+        return "; ".join([*parts, f"{'others' if parts else 'all units'}: {self.default}"])
 
     def require_units(self, known: Iterable[str]) -> None:
         """Checks that all names are those of units of the model.

@@ -120,6 +120,7 @@ class Plan(Record):
         profile: dict[str, Any] | None = None,
         predicted: dict[str, Any] | None = None,
         certificate: dict[str, Any] | None = None,
+        placement: ModelPlacement | None = None,
     ) -> Plan:
         """A plan from one entry a rank: a batch size, or (micro-batch size, accumulation steps). They may be mixed.
 
@@ -140,7 +141,7 @@ class Plan(Record):
             batch = Batch(tuple(ranks), allow_unequal_accumulation)
         with located("communication"):
             communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
-        return cls(strategy, batch, communication, cluster, profile, predicted, certificate)
+        return cls(strategy, batch, communication, cluster, profile, predicted, certificate, placement=placement)
 
     @classmethod
     def equal(
@@ -151,11 +152,12 @@ class Plan(Record):
         powersgd_rank: int = POWERSGD_RANK,
         powersgd_warmup_steps: int = POWERSGD_WARMUP_STEPS,
         intra_node: str = "auto",
+        placement: ModelPlacement | None = None,
     ) -> Plan:
         """A plan without sizes: every loader keeps its own batch_size on every rank."""
         with located("communication"):
             communication = Communication(communication_dtype, powersgd_rank, powersgd_warmup_steps, intra_node)
-        return cls(strategy=strategy, communication=communication)
+        return cls(strategy=strategy, communication=communication, placement=placement)
 
     @classmethod
     def auto(
@@ -351,5 +353,6 @@ class Plan(Record):
             batch=self.batch,
             automatic=self.automatic,
             cluster=self.cluster,
+            placement=self.placement,
             predicted=self.predicted,
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate_lshdp.documents.cluster import Cluster
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
@@ -18,6 +19,7 @@ def describe_plan(
     batch: Batch | None,
     automatic: Automatic | None,
     cluster: Cluster | None,
+    placement: ModelPlacement | None = None,
     predicted: Mapping[str, Any] | None,
 ) -> str:
     """The sections of a plan as text: a line of options and a table of ranks."""
@@ -30,6 +32,8 @@ def describe_plan(
         head += f"\nautomatic batch sizes: the run cuts global batches of {size} by measurement"
     elif batch is None:
         head += "\nequal batches: every loader keeps its own batch_size on every rank"
+    if placement is not None:
+        head += f"\nplacement: {placement}"
     if batch is None:
         return f"Plan: {head}"
     columns = ["rank", "micro-batch", "accumulation", "batch", "share"]

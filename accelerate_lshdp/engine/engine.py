@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.engine.layout_groups import LayoutGroups
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -18,7 +19,6 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import (
     refuse_sparse_gradients,
     shards_of_state,
 )
-from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import step_one_by_one
 from accelerate_lshdp.engine.stores.shared.ownership import (
     check_optimizer,
     hide_unowned_gradients,
@@ -44,6 +44,7 @@ class Engine:
         self.models: list[PreparedModel] = []
         self._replaced: dict[int, tuple[weakref.ref, nn.Parameter]] = {}  # by id of what the script had
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that another rank of the node uses
+        self._step_groups: LayoutGroups | None = None  # of the optimizer that is stepping
 
     @property
     def policies(self) -> ShardingPolicies:
@@ -180,7 +181,6 @@ class Engine:
         refuse_divided_state(optimizer)
         self._follow_parameters(optimizer)
         check_sharded_optimizer(optimizer)
-        step_one_by_one(optimizer)
         return check_optimizer(optimizer, new)
 
     def _follow_parameters(self, optimizer: torch.optim.Optimizer) -> None:
@@ -204,9 +204,11 @@ class Engine:
         """The parameters of an optimizer that have a gradient of this rank only, in the order of its groups."""
         summed = {id(p) for prepared in self.models for p in prepared.trainable_parameters()}
         own = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        # Under a world-sharded strategy FSDP2 itself sums what was unfrozen later.
-        in_world = self.policies.strategy.is_world_sharded
-        return [p for p in own if id(p) not in summed and not (in_world and isinstance(p, DTensor))]
+        # FSDP2 itself sums what was unfrozen later of units that all ranks share.
+        world = self.topology.world_size
+        return [
+            p for p in own if id(p) not in summed and not (isinstance(p, DTensor) and p.device_mesh.size() == world)
+        ]
 
     def before_step(self) -> None:
         """Says that an optimizer is about to change parameters.
@@ -221,12 +223,21 @@ class Engine:
         """Hides from an optimizer the gradients that another rank of the node steps with, until `after_step`."""
         self._hidden += hide_unowned_gradients(optimizer)
 
-    def forget_hidden(self) -> None:
-        """Forgets the gradients that were hidden for a step that failed."""
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepares an optimizer's groups for its step, before it looks at them; undone by `after_step`."""
+        # Of a step that failed: torch calls nothing then.
         self._hidden = []
+        self._restore_groups()
+        self._step_groups = LayoutGroups(optimizer)
+
+    def _restore_groups(self) -> None:
+        if self._step_groups is not None:
+            self._step_groups.restore()
+            self._step_groups = None
 
     def after_step(self) -> None:
         """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        self._restore_groups()
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -1,18 +1,28 @@
-"""Prepares a model as its strategy says: makes groups and collectives, and chooses the store of its parameters."""
+"""Prepares a model as its strategy says: makes groups and collectives, and chooses the stores of its parameters."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.loading import follow_loading
+from accelerate_lshdp.engine.placed_units import PlacedUnit, place_units
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
+from accelerate_lshdp.engine.recompute import recompute_activations
 from accelerate_lshdp.engine.store import Store, StoreContext
+from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
@@ -41,6 +51,7 @@ class Placement:
         clock: counts the time spent in communication.
         communication: how gradients travel between nodes.
         units: names of the units, None: chosen from the model.
+        placement: of each unit, where the plan has one; the policies are those of `mixed_policies` then.
         prefetch: units gathered ahead on devices with streams.
         bucket_bytes: size of the gradient buckets of whole parameters; None: chosen from the model's size.
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
@@ -59,9 +70,11 @@ class Placement:
         units: tuple[str, ...] | None,
         prefetch: int,
         bucket_bytes: int | None,
+        placement: ModelPlacement | None = None,
         reduction: GradientReduction | None = None,
         reducing_ranks: int | None = None,
     ) -> None:
+        self.placement = placement
         self.policies = policies
         self.topology = topology
         self.device = device
@@ -106,7 +119,8 @@ class Placement:
         """
         prepared = PreparedModel(model, self.clock)
         try:
-            prepared.add(self._make_store(prepared.context))
+            for make in self._stores_of(model, prepared.attachments):
+                prepared.add(make(prepared.context))
         except BaseException:
             prepared.attachments.remove()  # the script may catch this and go on with its model
             raise
@@ -114,65 +128,163 @@ class Placement:
             follow_loading(prepared)
         return prepared
 
-    def _make_store(self, context: StoreContext) -> Store:
-        """The store of all parameters of a model, as the policies say."""
-        if self.policies.mechanism is Mechanism.NODE_SHARED:
-            return SharedStore(
-                context,
-                self.topology,
-                self.groups.of_partition(self.topology.node_groups, self.topology.rank),
-                self._reduction_of,
-                bucket_bytes=self.bucket_bytes,
-                reducing_ranks=self.reducing_ranks,
-                timeout_seconds=world_timeout().total_seconds(),
+    def _stores_of(self, model: nn.Module, attachments: Attachments) -> list[Callable[[StoreContext], Store]]:
+        """What makes the stores of a model, one after the other."""
+        if self.placement is None:
+            return [lambda context: self._make_store(context, self.policies)]
+        units, rest = place_units(model, self.units, self.placement)
+        for unit in (*units, rest):
+            if unit.placement.slices > 1:
+                raise ValueError(
+                    f"found a unit with {unit.placement.slices} slices, expected 1: operators cannot be split yet. "
+                    "Leave slices out of the placement"
+                )
+        if rest.placement.checkpoint:
+            raise ValueError(
+                'found checkpoint: true for what is in no unit (""), expected false: its forward is that of the whole '
+                "model, which would be computed twice. Name the units whose activations are to be recomputed"
             )
-        if self.policies.mechanism is Mechanism.REPLICATED:
-            world = (tuple(range(self.topology.world_size)),)
-            return WholeStore(
-                context,
-                self._reduction(world),
-                bucket_bytes=self.bucket_bytes,
-                reducing_ranks=self.reducing_ranks,
-            )
+        for unit in units:
+            if unit.placement.checkpoint:
+                recompute_activations(unit.modules, attachments)
+        policies = [self._policies_of(unit) for unit in (*units, rest)]
+        if all(_keep_alike(each, policies[0]) for each in policies):
+            return [lambda context: self._make_store(context, policies[0])]
+        return self._mixed_stores(units, rest)
+
+    def _policies_of(self, unit: PlacedUnit) -> ShardingPolicies:
+        return self.policies.of_stores[unit.placement.store]
+
+    def _mixed_stores(self, units: Sequence[PlacedUnit], rest: PlacedUnit) -> list[Callable[[StoreContext], Store]]:
+        """What makes the stores of a model whose units are kept in different ways, one store a mechanism."""
+        by_mechanism: dict[Mechanism, list[nn.Parameter]] = {mechanism: [] for mechanism in Mechanism}
+        for unit in (*units, rest):
+            by_mechanism[self._policies_of(unit).mechanism] += unit.parameters
+        # In the order of the model, as buckets are filled; parameters of one unit may be registered apart.
+        order = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
+        for parameters in by_mechanism.values():
+            parameters.sort(key=lambda parameter: order[id(parameter)])
+        whole, shared = by_mechanism[Mechanism.REPLICATED], by_mechanism[Mechanism.NODE_SHARED]
+        makers: list[Callable[[StoreContext], Store]] = []
+        if shared:
+            makers.append(lambda context: self._make_shared(context, shared, user="shared"))
+        if whole:
+            makers.append(lambda context: self._make_whole(context, whole, user="whole"))
+        # Last, as it cannot be undone: what fails before it leaves the model to the script.
+        if by_mechanism[Mechanism.FSDP2]:
+            makers.append(lambda context: self._make_sharded_units(context, units, rest, [*whole, *shared]))
+        return makers
+
+    def _make_store(self, context: StoreContext, policies: ShardingPolicies) -> Store:
+        """The store of all parameters of a model, which are kept alike."""
+        if policies.mechanism is Mechanism.NODE_SHARED:
+            return self._make_shared(context)
+        if policies.mechanism is Mechanism.REPLICATED:
+            return self._make_whole(context)
+        kind = self._kind(policies)
+        units = [(unit, kind) for unit in choose_units(context.module, self.units)]
+        return Fsdp2Store(context, units, kind, device=self.device, prefetch=self.prefetch)
+
+    def _make_shared(
+        self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""
+    ) -> SharedStore:
+        return SharedStore(
+            context,
+            self.topology,
+            self.groups.of_partition(self.topology.node_groups, self.topology.rank),
+            functools.partial(self._reduction_of, user=user),
+            parameters=parameters,
+            bucket_bytes=self.bucket_bytes,
+            reducing_ranks=self.reducing_ranks,
+            timeout_seconds=world_timeout().total_seconds(),
+        )
+
+    def _make_whole(
+        self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""
+    ) -> WholeStore:
+        world = (tuple(range(self.topology.world_size)),)
+        return WholeStore(
+            context,
+            self._reduction(world, user),
+            parameters=parameters,
+            bucket_bytes=self.bucket_bytes,
+            reducing_ranks=self.reducing_ranks,
+        )
+
+    def _make_sharded_units(
+        self,
+        context: StoreContext,
+        units: Sequence[PlacedUnit],
+        rest: PlacedUnit,
+        elsewhere: Sequence[nn.Parameter],
+    ) -> Fsdp2Store:
+        """The store of those units that FSDP2 shards."""
+        # In the order of the model, the same on all ranks: making groups is collective.
+        stores = dict.fromkeys(unit.placement.store for unit in (*units, rest))
+        kinds = {
+            store: self._kind(self.policies.of_stores[store], user="units")
+            for store in stores
+            if self.policies.of_stores[store].mechanism is Mechanism.FSDP2
+        }
+        sharded = [(unit.modules, kinds[unit.placement.store]) for unit in units if unit.placement.store in kinds]
+        root = kinds.get(rest.placement.store) or next(iter(kinds.values()))
+        return Fsdp2Store(context, sharded, root, elsewhere=elsewhere, device=self.device, prefetch=self.prefetch)
+
+    def _kind(self, policies: ShardingPolicies, user: str = "") -> UnitKind:
+        """How FSDP2 keeps units with these policies (collective).
+
+        Args:
+            policies: of the units.
+            user: of the reduction between nodes, as for `ProcessGroups.of_partition`.
+        """
         # FSDP2 wants a process group, also of one process that was not launched.
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        all_gather, reduce_scatter = self._unit_collectives()
-        return Fsdp2Store(
-            context,
-            choose_units(context.module, self.units),
-            self.policies,
-            shard_group=self.groups.of_partition(self.policies.shard_groups, self.topology.rank),
-            reduction=self._reduction(self.policies.replica_groups),
-            device=self.device,
-            all_gather=all_gather,
-            reduce_scatter=reduce_scatter,
-            prefetch=self.prefetch,
+        group = self.groups.of_partition(policies.shard_groups, self.topology.rank)
+        all_gather, reduce_scatter, stages = self._unit_collectives(policies)
+        return UnitKind(
+            policies,
+            DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",)),
+            self._reduction(policies.replica_groups, user),
+            all_gather,
+            reduce_scatter,
+            self._nodes_of(stages) if policies.reshards_to_node else None,
         )
 
-    def _unit_collectives(self) -> tuple[AllGather, ReduceScatter]:
-        """The collectives that gather a unit's parameters from its shard group and scatter its gradients over it."""
-        if not self.policies.strategy.is_world_sharded:
-            return TimedAllGather(self.clock), TimedReduceScatter(self.clock)
+    def _nodes_of(self, stages: Stages) -> HSDPMeshInfo:
+        """The nodes and their ranks, as many on each, as FSDP2 describes a mesh of two dimensions."""
+        ranks = torch.tensor(self.topology.node_groups)
+        mesh = DeviceMesh.from_group(
+            [stages.across, stages.inside], self.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        )
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def _unit_collectives(self, policies: ShardingPolicies) -> tuple[AllGather, ReduceScatter, Stages | None]:
+        """The collectives that gather a unit's parameters from its shard group and scatter its gradients over it, and
+        the groups of their two stages.
+        """
+        if not policies.strategy.is_world_sharded:
+            return TimedAllGather(self.clock), TimedReduceScatter(self.clock), None
         # A plan with a world-sharded strategy refuses formats that only all-reduce.
         dtype = REDUCTIONS[self.communication.dtype].scatter_dtype
         nodes, rank = self.topology.node_groups, self.topology.rank
         # Two stages need as many ranks on every node, and gain nothing where a node has one rank or is alone.
         if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:
-            return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype)
+            return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype), None
         # Making a group is collective: all ranks make those of the nodes first, then those across nodes.
         places = tuple(zip(*nodes, strict=True))
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
-        return TwoStageAllGather(stages, self.clock), TwoStageReduceScatter(stages, self.clock, dtype=dtype)
+        gather = TwoStageAllGather(stages, self.clock)
+        return gather, TwoStageReduceScatter(stages, self.clock, dtype=dtype), stages
 
-    def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
+    def _reduction(self, partition: tuple[tuple[int, ...], ...], user: str = "") -> GradientReduction | None:
         """What sums gradients over this rank's group of a partition (collective); None if groups have one rank."""
         # The same on all ranks: all groups of a partition have one rank, or none has.
         if len(partition[0]) == 1:
             return None
         if self.reduction is not None:
             return self.reduction
-        group = self.groups.of_partition(partition, self.topology.rank)
+        group = self.groups.of_partition(partition, self.topology.rank, user)
         return self._make_reduction(group, make_second_group(self.communication, partition))
 
     def _make_reduction(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None) -> GradientReduction:
@@ -180,10 +292,17 @@ class Placement:
         self._made.append(make_reduction(self.communication, group, second_group))
         return self._made[-1]
 
-    def _reduction_of(self, ranks: tuple[int, ...]) -> GradientReduction | None:
+    def _reduction_of(self, ranks: tuple[int, ...], user: str = "") -> GradientReduction | None:
         """What sums gradients over some ranks (collective over the world, members or not); None for one rank."""
         if len(ranks) == 1:
             return None
-        group = self.groups.of_ranks(ranks)
+        group = self.groups.of_ranks(ranks, user)
         second_group = make_second_group(self.communication, [ranks])
         return self._make_reduction(group, second_group) if self.topology.rank in ranks else None
+
+
+def _keep_alike(first: ShardingPolicies, second: ShardingPolicies) -> bool:
+    """Whether units with these policies are kept in the same way, whatever their strategies are called."""
+    if first.mechanism is not second.mechanism:
+        return False
+    return first.mechanism is not Mechanism.FSDP2 or first == second

@@ -5,12 +5,14 @@ Resolving needs neither a process group nor a device, so what a CUDA run would u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.documents.strategy import Gathered, SharedBy, Strategy
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory
 from accelerate_lshdp.runtime.option_advice import option_advice
@@ -45,6 +47,9 @@ class ShardingPolicies:
         precision: FSDP2's precision of units; gradients are always reduced in fp32 (or the parameters' own precision).
         output_dtype: precision of the whole model's floating-point outputs, None: as computed.
         notice: what the user should know about the choice, or None.
+        of_stores: the policies of each store that units of the model may have, where these differ; empty: all units
+            follow the policies above.
+        reshards_to_node: whether units keep the shards of the node's copy after the forward.
     """
 
     strategy: Strategy
@@ -57,10 +62,12 @@ class ShardingPolicies:
     precision: MixedPrecisionPolicy
     output_dtype: torch.dtype | None
     notice: str | None = None
+    of_stores: Mapping[UnitStore, ShardingPolicies] = field(default_factory=dict)
+    reshards_to_node: bool = False
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 manages the model; otherwise parameters are whole tensors on every rank."""
+        """Whether FSDP2 manages parameters of the model; otherwise they are whole tensors on every rank."""
         return self.mechanism is Mechanism.FSDP2
 
 

@@ -30,13 +30,16 @@ def choose_units(model: nn.Module, block_names: Sequence[str] | None = None) -> 
     Raises:
         UnitError: a name in ``block_names`` matches no module.
     """
+    return _join_tied(model, choose_blocks(model, block_names))
+
+
+def choose_blocks(model: nn.Module, block_names: Sequence[str] | None = None) -> list[nn.Module]:
+    """The modules that units are made of, before those that share a parameter are joined; see `choose_units`."""
     if block_names:
-        blocks = _named_blocks(model, block_names)
-    elif declared := _declared_blocks(model):
-        blocks = _blocks_of_class(model, declared)
-    else:
-        blocks = _repeated_blocks(model)
-    return _join_tied(model, blocks)
+        return _named_blocks(model, block_names)
+    if declared := _declared_blocks(model):
+        return _blocks_of_class(model, declared)
+    return _repeated_blocks(model)
 
 
 def _declared_blocks(model: nn.Module) -> set[str]:

@@ -21,7 +21,8 @@ from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 
 
-STRATEGIES = tuple(name for name, traits in ALL_STRATEGIES.items() if not traits.is_plain)
+#: A strategy whose units differ needs a placement; without one it is what its default is.
+STRATEGIES = tuple(name for name, traits in ALL_STRATEGIES.items() if not (traits.is_plain or traits.is_per_unit))
 FORMATS = tuple(WIRE_FORMATS)
 #: CPU seconds of gloo on one core: for a byte that is sent, received and added; for a collective. Chosen so that
 #: predictions agree with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost`

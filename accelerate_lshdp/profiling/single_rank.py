@@ -20,6 +20,7 @@ from accelerate.utils import send_to_device
 from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.fused_steps import fuse_steps
+from accelerate_lshdp.engine.layout_groups import LayoutGroups
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
@@ -153,7 +154,11 @@ class SingleRankTrainer:
     def step(self) -> None:
         """Makes one optimizer step with the present gradients."""
         self._prepared.before_step()
-        self._subject.optimizer.step()
+        groups = LayoutGroups(self._subject.optimizer)
+        try:
+            self._subject.optimizer.step()
+        finally:
+            groups.restore()
 
     def drop_gradients(self) -> None:
         """Drops all gradients, as ``optimizer.zero_grad()`` does."""

@@ -63,24 +63,26 @@ class ProcessGroups:
         model: counts from 0 the models of a training, whose groups are asked for.
     """
 
-    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], dist.ProcessGroup]] = (
+    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str, tuple[int, ...]], dist.ProcessGroup]] = (
         WeakKeyDictionary()
     )
 
     def __init__(self) -> None:
         self.model = 0
 
-    def of_partition(self, partition: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    def of_partition(self, partition: Sequence[Sequence[int]], rank: int, user: str = "") -> dist.ProcessGroup:
         """The group of ``partition`` (disjoint groups that cover the world) in which ``rank`` is (collective).
 
         Args:
             partition: groups of ranks.
             rank: this process's rank.
+            user: names who starts collectives of the group. Two that start them independently of each other, as a
+                thread and autograd do, need groups of their own: those of a group are matched by their order.
         """
         # Without a look at whose group it is: a rank that made only its own would count fewer groups than the others.
         mine = None
         for ranks in partition:
-            group = self._group(tuple(ranks))
+            group = self._group(tuple(ranks), user)
             if rank in ranks:
                 mine = group
         if mine is None:
@@ -93,16 +95,16 @@ class ProcessGroups:
         # Not destroyed: a thread of gloo may still be in one of them, and closing connections would fail other ranks.
         cls._made_in.pop(dist.group.WORLD, None)
 
-    def of_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of some ranks (collective over the world, members or not)."""
-        return self._group(ranks)
+    def of_ranks(self, ranks: tuple[int, ...], user: str = "") -> dist.ProcessGroup:
+        """The group of some ranks (collective over the world, members or not); ``user`` as for `of_partition`."""
+        return self._group(ranks, user)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _group(self, ranks: tuple[int, ...], user: str) -> dist.ProcessGroup:
         # The world's own group needs no second one, whose threads would cost time; further models need their own.
-        if self.model == 0 and ranks == tuple(range(dist.get_world_size())):
+        if self.model == 0 and not user and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         made = self._made_in.setdefault(dist.group.WORLD, {})
-        key = (self.model, ranks)
+        key = (self.model, user, ranks)
         if key not in made:
             made[key] = new_group(ranks)
         return made[key]

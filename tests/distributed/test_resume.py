@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
 SAMPLES, TOTAL = 50, 8
@@ -121,6 +122,21 @@ def folders(tmp_path, nodes: tuple[int, ...]) -> tuple[str, ...]:
 INT8 = {"communication_dtype": "int8"}
 POWERSGD = {"communication_dtype": "powersgd", "powersgd_rank": 2, "powersgd_warmup_steps": 2}
 COLLECTIVES = {"intra_node": "collectives"}
+#: Placements of the small ViT's units.
+MIXED = {
+    "placement": ModelPlacement(
+        {
+            "": UnitPlacement(UnitStore.WORLD),
+            "vit.embeddings": UnitPlacement(UnitStore.REPLICATE),
+            "vit.layers.0": UnitPlacement(UnitStore.WORLD_TO_NODE, checkpoint=True),
+        }
+    )
+}
+OTHERWISE_MIXED = {
+    "placement": ModelPlacement(
+        {"vit.embeddings": UnitPlacement(UnitStore.WORLD_KEPT), "vit.layers.0": UnitPlacement(UnitStore.REPLICATE)}
+    )
+}
 SAME_PLAN = [
     ("ddp", (5, 3), (1, 1), {"dropout": True}),
     ("lsdp", (5, 3), (1, 1), {"dropout": True, "communication": COLLECTIVES}),
@@ -133,6 +149,7 @@ SAME_PLAN = [
     ("lsdp", (5, 3), (1, 1), {"communication": INT8}),
     ("ddp", (5, 3), (1, 1), {"communication": POWERSGD, "own_accumulation": 2}),
     ("lsdp", (3, 1, 2, 2), (2, 2), {"communication": POWERSGD}),
+    ("osdp", (3, 1, 2, 2), (2, 2), {"dropout": True, "communication": MIXED}),
 ]
 
 
@@ -157,8 +174,10 @@ def all_moments(ranks: list[tuple]) -> dict:
     return {name: moment for *_, moments in ranks for name, moment in moments.items()}
 
 
-def placing(strategy: str) -> dict:
+def placing(strategy: str, nodes: tuple[int, ...]) -> dict:
     """On CPUs too, group_sharding stands for FSDP2 here, and lsdp for what CPUs do without it."""
+    if strategy == "osdp":
+        return MIXED if nodes == (2, 2) else OTHERWISE_MIXED
     return COLLECTIVES if strategy == "group_sharding" else {}
 
 
@@ -169,6 +188,9 @@ OTHER_PLANS = [
     (("lsdp", (2, 3, 2, 1), (2, 2)), ("lsdp", (4, 3, 1), (1, 2))),
     (("lsdp", (4, 3, 1), (1, 2)), ("ddp", (8,), (1,))),
     (("ddp", (8,), (1,)), ("zero2", (4, 3, 1), (1, 2))),
+    (("osdp", (2, 3, 2, 1), (2, 2)), ("osdp", (4, 3, 1), (1, 2))),
+    (("osdp", (4, 3, 1), (1, 2)), ("lsdp", (2, 3, 2, 1), (2, 2))),
+    (("fsdp", (5, 3), (1, 1)), ("osdp", (2, 3, 2, 1), (2, 2))),
 ]
 
 
@@ -176,9 +198,9 @@ OTHER_PLANS = [
 def test_resuming_under_another_plan_equals_one_run(workers, tmp_path, first, second):
     (strategy, sizes, nodes), (strategy_, sizes_, nodes_) = first, second
     places = folders(tmp_path, max(nodes, nodes_, key=len))
-    run = Run(strategy, sizes, nodes, places, stop=9, save_at=4, communication=placing(strategy))
+    run = Run(strategy, sizes, nodes, places, stop=9, save_at=4, communication=placing(strategy, nodes))
     whole = workers(run.world_size).run(train, run, nodes=nodes)
-    other = Run(strategy_, sizes_, nodes_, places, stop=9, resume=True, communication=placing(strategy_))
+    other = Run(strategy_, sizes_, nodes_, places, stop=9, resume=True, communication=placing(strategy_, nodes_))
     resumed = workers(other.world_size).run(train, other, nodes=nodes_)
     for parameters, *_ in resumed:
         assert relative_error(parameters, whole[0][0]) <= 1e-12

@@ -35,11 +35,13 @@ class WholeStore(Store):
     """Parameters that are whole on every rank.
 
     A gradient is scaled by 1/world when it enters its bucket and summed over ranks, so a gradient that is already the
-    same on all ranks stays as it is: backward passes may be synchronised one by one or accumulated first.
+    same on all ranks stays as it is: backward passes may be synchronised one by one or accumulated first. Beside other
+    stores, which sum gradients as they are, so does this one, and takes those that are final out of their way.
 
     Args:
         context: of the model, which is on its device, identical on all ranks.
         reduction: sums a buffer over all ranks.
+        parameters: those in this store. None: all of the model, which has no other store then.
         bucket_bytes: size of a bucket: small ones start earlier, large ones use the network better. None: chosen from
             the model's size and ``reducing_ranks``.
         reducing_ranks: number of ranks that sum a bucket.
@@ -52,15 +54,20 @@ class WholeStore(Store):
         context: StoreContext,
         reduction: GradientReduction | None,
         *,
+        parameters: Sequence[nn.Parameter] | None = None,
         bucket_bytes: int | None,
         reducing_ranks: int,
     ) -> None:
         super().__init__(context)
         self.world_size = reduction.group.size() if reduction is not None else 1
         # Losses carry their share of the global batch, and gradients get 1/world as they enter their bucket: together
-        # that is the sum of the shares.
-        self.loss_multiplier = float(self.world_size)
-        self._parameters = [p for p in context.module.parameters() if p.requires_grad]
+        # that is the sum of the shares. Beside other stores the loss is that of all of them.
+        self.loss_multiplier = float(self.world_size) if parameters is None else 1.0
+        self._scale = 1 / self.world_size if parameters is None else 1.0
+        own = context.module.parameters() if parameters is None else parameters
+        self._parameters = [p for p in own if p.requires_grad]
+        self._earlier: dict[int, torch.Tensor] = {}  # gradients that were final before this backward
+        self._final: set[int] = set()  # parameters whose .grad is the sum over all ranks
         self._buckets = self._fill_buckets(bucket_bytes, reducing_ranks) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._reductions = (
@@ -103,9 +110,9 @@ class WholeStore(Store):
         if gradient is None:
             view.zero_()
         elif gradient.data_ptr() == view.data_ptr() and gradient.shape == view.shape:
-            view.mul_(1 / self.world_size)
+            view.mul_(self._scale)
         else:
-            torch.mul(gradient, 1 / self.world_size, out=view)
+            torch.mul(gradient, self._scale, out=view)
         # Autograd's own tensor is freed here; from now on the bucket is where the gradient lives.
         # An alias, because .to() and its like exchange the data of the tensor that they find in .grad.
         parameter.grad = view.detach()
@@ -126,12 +133,29 @@ class WholeStore(Store):
 
     def begin(self, synchronise: bool) -> None:
         self._check_places()
+        self._set_final_aside()
         self._synchronise = synchronise and self._reductions is not None
         # Before autograd: .grad are views of the buckets, which a reduction that was given up may still write to.
         if self._reductions is not None:
             self._reductions.begin()
         for bucket in self._buckets:
             bucket.filled.clear()
+
+    def _set_final_aside(self) -> None:
+        """Takes gradients that are the sum over all ranks out of ``.grad``: they must not be summed again."""
+        if self._scale == 1.0:
+            for index, parameter in enumerate(self._parameters):
+                if parameter.grad is None:
+                    self._earlier.pop(index, None)  # the script has dropped what this was to be added to
+                elif index in self._final:
+                    self._earlier[index] = parameter.grad.clone()  # its memory is the bucket's, which is filled anew
+                    parameter.grad = None
+            self._final.clear()
+
+    def _give_back_final(self) -> None:
+        for index, gradient in self._earlier.items():
+            self._parameters[index].grad.add_(gradient)
+        self._earlier.clear()
 
     def deliver(self) -> None:
         if not self._synchronise:
@@ -146,11 +170,23 @@ class WholeStore(Store):
         if self._synchronise:
             self._synchronise = False
             self._reductions.finish()
+            self._give_back_final()
+            self._final.update(range(len(self._parameters)))
+        else:
+            # None would say that the script has dropped the gradient, with what was set aside of it.
+            for index in self._earlier:
+                if self._parameters[index].grad is None:
+                    self._parameters[index].grad = torch.zeros_like(self._parameters[index])
 
     def cancel(self) -> None:
         self._synchronise = False
+        for index in [index for index in self._earlier if self._parameters[index].grad is None]:
+            self._parameters[index].grad = self._earlier.pop(index)
+            self._final.add(index)
 
     def abandon(self) -> None:
         self._synchronise = False
+        self._earlier.clear()
+        self._final.clear()
         if self._reductions is not None:
             self._reductions.reset()

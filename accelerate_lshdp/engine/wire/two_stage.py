@@ -71,9 +71,12 @@ class TwoStageAllGather(AllGather):
         Args:
             output_tensor: 1-D, W pieces.
             input_tensor: 1-D, this rank's piece; it may be a view of its place in ``output_tensor``.
-            group: the world (not used: ``stages`` are).
+            group: the world; or this rank's node, where a unit keeps the shards of the node after the forward.
             async_op: accepted because FSDP2 passes it.
         """
+        if group.size() == self.stages.inside.size():
+            self._gather(output_tensor, input_tensor, self.stages.inside)
+            return
         fetched = self.stages.rows(input_tensor.new_empty(self.stages.across.size() * input_tensor.numel()))
         # Between nodes first, while each rank still has its own piece only: after the stage inside a node, every rank
         # would send the whole row of its node.

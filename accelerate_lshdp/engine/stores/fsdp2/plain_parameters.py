@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-def without_shards(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP2 cannot shard; it has to ignore them."""
-    return [parameter for parameter in module.parameters() if _cannot_be_cut(parameter)]
+def without_shards(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of some parameters that FSDP2 cannot shard; it has to ignore them."""
+    return [parameter for parameter in parameters if _cannot_be_cut(parameter)]
 
 
 class PlainParameters:
@@ -71,15 +70,6 @@ class PlainParameters:
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
         self._earlier = []
-
-
-def step_one_by_one(optimizer: torch.optim.Optimizer) -> None:
-    """Keeps an optimizer from stepping sharded and whole parameters of a group together, which torch cannot."""
-    for group in optimizer.param_groups:
-        sharded = any(isinstance(parameter, DTensor) for parameter in group["params"])
-        # Others may still become sharded, when their model is prepared.
-        if sharded and any(_cannot_be_cut(p) for p in group["params"] if not isinstance(p, DTensor)):
-            group.update({name: False for name in ("foreach", "fused") if name in group})
 
 
 def _cannot_be_cut(parameter: torch.Tensor) -> bool:

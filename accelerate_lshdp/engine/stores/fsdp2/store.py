@@ -2,7 +2,8 @@
 
 ``fully_shard`` shards each unit over a one-dimensional mesh: the world, or this node's ranks. Where nodes hold copies,
 the shard's gradient is summed between nodes by our own reduction, started from FSDP2's all-reduce hook while the
-backward goes on (on gloo FSDP2's built-in two-dimensional mesh blocks the backward at every unit).
+backward goes on (on gloo FSDP2's built-in two-dimensional mesh blocks the backward at every unit). Units of one model
+may be of several kinds; what is in other stores is ignored here.
 
 All collectives sum; the loss carries each rank's weight. So FSDP2 is told to divide by 1 and to use sums only.
 """
@@ -14,24 +15,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from accelerate_lshdp.engine.loading import require_same_names
 from accelerate_lshdp.engine.module_state import is_noop_conversion
-from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.engine.store import Store, StoreContext
+from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
+from accelerate_lshdp.engine.stores.fsdp2.sharding import shard_units
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
 from accelerate_lshdp.engine.stores.fsdp2.unit import Unit, collect_units, sharded_like
 from accelerate_lshdp.engine.stores.fsdp2.unsummed_gradients import ZeroGrad, drop_unsummed, holds_unsummed
 from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups, reduce_unused_parameters
-from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
+from accelerate_lshdp.engine.wire.reduction import OrderedReductions
 from accelerate_lshdp.runtime.profiler_labels import label
 
 
@@ -40,13 +39,10 @@ class Fsdp2Store(Store):
 
     Args:
         context: of the model, in host memory or on its device, identical on all ranks; it is changed in place.
-        units: groups of modules that are gathered together (``choose_units``).
-        policies: the resolved strategy.
-        shard_group: the ranks that share one copy of the parameters.
-        reduction: sums a shard's gradient over the nodes; None if no other rank holds this shard.
+        units: groups of modules that are gathered together (``choose_units``), and how each group is kept.
+        root: how what is in no unit is kept.
+        elsewhere: parameters that are in other stores.
         device: where the forward runs.
-        all_gather: gathers a unit's parameters from the shard group.
-        reduce_scatter: sums a unit's gradients and scatters them over the shard group.
         prefetch: number of units gathered ahead on devices with streams.
     """
 
@@ -58,35 +54,36 @@ class Fsdp2Store(Store):
     def __init__(
         self,
         context: StoreContext,
-        units: Sequence[tuple[nn.Module, ...]],
-        policies: ShardingPolicies,
+        units: Sequence[tuple[tuple[nn.Module, ...], UnitKind]],
+        root: UnitKind,
         *,
-        shard_group: dist.ProcessGroup,
-        reduction: GradientReduction | None,
+        elsewhere: Collection[nn.Parameter] = (),
         device: torch.device,
-        all_gather: AllGather,
-        reduce_scatter: ReduceScatter,
         prefetch: int = 1,
     ) -> None:
         super().__init__(context)
         module = context.module
-        self.policies = policies
-        self.reduction = reduction
         self._device = device
-        self.mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("shard",))
-        ignored = without_shards(module)
+        others = set(elsewhere)
+        own = [parameter for parameter in module.parameters() if parameter not in others]
+        ignored = without_shards(own)
         # FSDP2 moves what it manages; what it is told to ignore stays where it is, which may be host memory.
         for parameter in ignored:
             parameter.data = parameter.data.to(device)
-        self._shard(module, units, prefetch, ignored)
-        self._units = collect_units(module)
+        self._kinds = {id(member): kind for members, kind in units for member in members} | {id(module): root}
+        shard_units(module, units, root, prefetch, others.union(ignored))
+        self._units = collect_units(module, self._kinds)
+        #: Units of which groups of ranks keep copies; the others are summed by FSDP2 alone.
+        self._replicated = [unit for unit in self._units if unit.kind.is_replicated]
         self._plain = PlainParameters([p for p in ignored if p.requires_grad], context.clock)
         self._parameters = [p for unit in self._units for p in unit.parameters] + self._plain.parameters
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._frozen = [*self._frozen_copies(), *(p for p in ignored if not p.requires_grad)]
+        # Kinds that are replicated are so over the same ranks, and have one reduction.
+        reduction = next((unit.kind.reduction for unit in self._replicated), None)
         self._reductions = (
-            OrderedReductions(reduction, context.clock, len(self._units)) if reduction is not None else None
+            OrderedReductions(reduction, context.clock, len(self._replicated)) if reduction is not None else None
         )
-        self._configure(device, all_gather, reduce_scatter)
+        self._configure(device)
         refuse_double_backward(module)
         guard_methods(module)
         # In the instance, so that other models of the same class keep torch's own.
@@ -127,56 +124,38 @@ class Fsdp2Store(Store):
 
     # Setting up
 
-    def _shard(
-        self,
-        module: nn.Module,
-        units: Sequence[tuple[nn.Module, ...]],
-        prefetch: int,
-        ignored: Sequence[nn.Parameter],
-    ) -> None:
-        policies = self.policies
-        options = {"mesh": self.mesh, "mp_policy": policies.precision, "offload_policy": policies.offload}
-        options["ignored_params"] = set(ignored)
-        # Units before the root: `fully_shard` of a module takes what no unit inside it has taken.
-        for unit in units:
-            target = list(unit) if len(unit) > 1 else unit[0]
-            fully_shard(target, reshard_after_forward=policies.reshard_after_forward, **options)
-        if policies.output_dtype is not None:
-            root_precision = type(policies.precision)(
-                param_dtype=policies.precision.param_dtype,
-                reduce_dtype=policies.precision.reduce_dtype,
-                output_dtype=policies.output_dtype,
-            )
-            options["mp_policy"] = root_precision
-        # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
-        fully_shard(module, reshard_after_forward=False, **options)
-        module.register_forward_hook(_drop_after_evaluation)
-        # FSDP2 itself fetches one unit ahead. Told of more, it has that many gathered units in memory at a time.
-        heads = [unit[0] for unit in units]
-        if prefetch > 1:
-            for index, head in enumerate(heads):
-                head.set_modules_to_forward_prefetch(heads[index + 1 : index + 1 + prefetch])
-                head.set_modules_to_backward_prefetch(heads[max(0, index - prefetch) : index][::-1])
-
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
-    def _configure(self, device: torch.device, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+    def _frozen_copies(self) -> list[nn.Parameter]:
+        """The frozen parameters of which groups of ranks keep copies."""
+        managed = [
+            fsdp_param.sharded_param
+            for module in self._fsdp_modules()
+            if self._kinds[id(module)].is_replicated
+            for group in param_groups(module)
+            for fsdp_param in group.fsdp_params
+        ]
+        return [parameter for parameter in managed if not parameter.requires_grad]
+
+    def _configure(self, device: torch.device) -> None:
         # One by one: these setters of FSDP2 do not reach the modules inside. Its own division would use PREMUL_SUM,
         # which gloo refuses; weights are in the loss, so nothing is to be divided.
         for module in self._fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if self.mesh.size() > 1:
-                module.set_custom_all_gather(all_gather)
-                module.set_custom_reduce_scatter(reduce_scatter)
+            kind = self._kinds[id(module)]
+            if kind.mesh.size() > 1:
+                module.set_custom_all_gather(kind.all_gather)
+                module.set_custom_reduce_scatter(kind.reduce_scatter)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
         reduce_unused_parameters(self.module)
         # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
         stream = torch.get_device_module(device).Stream() if device.type != "cpu" else None
-        for number, unit in enumerate(self._units):
-            if self._reductions is not None:
+        if self._reductions is not None:
+            for number, unit in enumerate(self._replicated):
                 unit.module.set_all_reduce_hook(self._reduce_hook(number, unit), stream=stream)
+        for unit in self._units:
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
         first = len(self._parameters) - len(self._plain.parameters)
@@ -225,17 +204,19 @@ class Fsdp2Store(Store):
         self._overlaps = max(self._forwards.values(), default=0) <= 1
         self._forwards.clear()
         if self._ran:  # else this is another backward through the same forward
-            ran = [{id(member) for member in unit.module._get_fsdp_state()._modules} for unit in self._units]
+            ran = [{id(member) for member in unit.module._get_fsdp_state()._modules} for unit in self._replicated]
             self._skipped = {number for number, members in enumerate(ran) if not members & self._ran}
             self._ran.clear()
-        if all(parameter.grad is None for parameter in self._parameters):
+        if all(parameter.grad is None for unit in self._replicated for parameter in unit.parameters):
             self._earlier.clear()  # zero_grad has dropped what these were to be added to
-        if self.policies.strategy.is_world_sharded:
-            # Unsynchronised gradients stay whole on each rank: anything less would have to travel between nodes.
-            self.module.set_requires_gradient_sync(synchronise)
-            if self.policies.gather_once_a_step:
-                self.module.set_reshard_after_backward(synchronise)
-        elif synchronise and self._holds_local:
+        for module in self._fsdp_modules():
+            kind = self._kinds[id(module)]
+            if not kind.is_replicated:
+                # Unsynchronised gradients stay whole on each rank: anything less would have to travel between nodes.
+                module.set_requires_gradient_sync(synchronise, recurse=False)
+                if kind.policies.gather_once_a_step:
+                    module.set_reshard_after_backward(synchronise, recurse=False)
+        if synchronise and self._holds_local:
             if self._overlaps:
                 self._set_aside_local()
         elif not self._holds_local:
@@ -243,7 +224,7 @@ class Fsdp2Store(Store):
 
     def _set_aside_local(self) -> None:
         """Takes this node's own sums out of ``.grad``, to be added to each unit's buffer before it travels."""
-        for unit in self._units:
+        for unit in self._replicated:
             offset = 0
             for parameter, size in unit.layout():
                 if parameter.grad is not None:
@@ -254,7 +235,8 @@ class Fsdp2Store(Store):
 
     def _set_aside_final(self) -> None:
         """Takes gradients of an earlier, synchronised backward out of ``.grad``: they must not be summed again."""
-        for parameter in self._parameters:
+        # FSDP2 adds to those of world-sharded units itself, after its reduce-scatter.
+        for parameter in (parameter for unit in self._replicated for parameter in unit.parameters):
             if parameter.grad is not None:
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None
@@ -273,8 +255,9 @@ class Fsdp2Store(Store):
                 # FSDP2 reads the buffer right after this hook, on this stream: to cast it or to copy it to the host.
                 # So it cannot wait for its turn, and what other ranks send before it has to go before it here, too.
                 for skipped in sorted(self._skipped & set(range(number)) - self._substitutes.keys()):
-                    self._substitutes[skipped] = self._make_substitute(self._units[skipped])
-                    self._reductions.reduce_now(skipped, self._substitutes[skipped], self._units[skipped].shapes())
+                    self._substitutes[skipped] = self._make_substitute(self._replicated[skipped])
+                    shapes = self._replicated[skipped].shapes()
+                    self._reductions.reduce_now(skipped, self._substitutes[skipped], shapes)
                 self._reductions.reduce_now(number, buffer, unit.shapes())
 
         return reduce_between_nodes
@@ -293,14 +276,15 @@ class Fsdp2Store(Store):
             self._set_aside_local()
         # Other ranks wait for the buffers of all units, also of those that this rank's forward left out.
         for number in self._reductions.missing():
-            self._substitutes[number] = self._make_substitute(self._units[number])
-            self._reductions.ready(number, self._substitutes[number], self._units[number].shapes())
+            self._substitutes[number] = self._make_substitute(self._replicated[number])
+            self._reductions.ready(number, self._substitutes[number], self._replicated[number].shapes())
 
     def finish(self) -> None:
         # A collective of the world, at the same place on all ranks: after all of them have started all reductions.
         self._plain.finish(self._synchronise)
         # Over the world FSDP2's reduce-scatter has summed everything; nothing travels between replicas.
-        if self.policies.strategy.is_world_sharded:
+        if not self._replicated:
+            self._synchronise = False
             return
         if not self._synchronise:
             self._holds_local = True
@@ -309,10 +293,10 @@ class Fsdp2Store(Store):
         if self._reductions is not None:
             self._reductions.finish()
             for number, buffer in self._substitutes.items():
-                self._take_gradients(self._units[number], buffer)
+                self._take_gradients(self._replicated[number], buffer)
             self._substitutes.clear()
         else:
-            for unit in self._units:
+            for unit in self._replicated:
                 self._deliver_local(unit)
         self._holds_local = False
         self._give_back_final()
@@ -324,8 +308,8 @@ class Fsdp2Store(Store):
 
     def _make_substitute(self, unit: Unit) -> torch.Tensor:
         """Makes this rank's part of the gradient of a unit that its forward did not run: zeros, and what was local."""
-        dtype = self.policies.precision.reduce_dtype or unit.parameters[0].dtype
-        buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self.mesh.device_type)
+        dtype = unit.kind.policies.precision.reduce_dtype or unit.parameters[0].dtype
+        buffer = torch.zeros(sum(size for _, size in unit.layout()), dtype=dtype, device=self._device)
         self._add_local(unit, buffer)
         return buffer
 
@@ -364,9 +348,9 @@ class Fsdp2Store(Store):
 
     def _unsummed(self, among: Collection[int] | None = None) -> Iterator[FSDPParam]:
         """The parameters, among those with these ids, of which FSDP2 holds a gradient of this rank alone."""
-        if not (self.policies.strategy.is_world_sharded and self.context.state.local.held):
+        if not self.context.state.local.held:
             return
-        for unit in self._units:
+        for unit in (unit for unit in self._units if not unit.kind.is_replicated):
             for fsdp_param, parameter in zip(unit.fsdp_params, unit.parameters, strict=True):
                 if holds_unsummed(fsdp_param) and (among is None or id(parameter) in among):
                     yield fsdp_param
@@ -402,8 +386,8 @@ class Fsdp2Store(Store):
 
     def cancel(self) -> None:
         self._plain.cancel()
-        if self._synchronise and any(unit.local for unit in self._units):
-            for unit in self._units:
+        if self._synchronise and any(unit.local for unit in self._replicated):
+            for unit in self._replicated:
                 self._deliver_local(unit)
             self._holds_local = True
         elif not self._holds_local:
@@ -428,15 +412,3 @@ class Fsdp2Store(Store):
             for group in param_groups(module):
                 for fsdp_param in group.fsdp_params:
                     drop_unsummed(fsdp_param)
-
-
-def _drop_after_evaluation(module: nn.Module, args: object, output: object) -> None:
-    """Drops the gathered parameters that a forward without gradients has left: no backward will need them.
-
-    FSDP2 would go on with them in the next forward, whatever became of the shards meanwhile: optimizers that have
-    other weights for evaluation, and averages of weights that are swapped in and out, change these in place.
-    """
-    if not torch.is_grad_enabled():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()

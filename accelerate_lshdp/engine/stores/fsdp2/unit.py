@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
 
 
@@ -19,6 +21,7 @@ class Unit:
     """One FSDP2 parameter group that has trainable parameters."""
 
     module: FSDPModule
+    kind: UnitKind | None = None
     fsdp_params: list[FSDPParam] = field(default_factory=list)  # those that were trainable in ``prepare``
     parameters: list[nn.Parameter] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -37,8 +40,13 @@ class Unit:
         return [fsdp_param.padded_sharded_param_size for p, fsdp_param in pairs if p.requires_grad]
 
 
-def collect_units(module: nn.Module) -> list[Unit]:
-    """Units with trainable parameters, in the order in which a backward usually reaches them; the root is last."""
+def collect_units(module: nn.Module, kinds: Mapping[int, UnitKind]) -> list[Unit]:
+    """Units with trainable parameters, in the order in which a backward usually reaches them; the root is last.
+
+    Args:
+        module: the model.
+        kinds: of each unit, by the id of each of its modules.
+    """
     # The order of reductions between nodes, so it has to be the same on all ranks: that of registration, backwards.
     heads, seen = [], set()
     for candidate in module.modules():
@@ -48,7 +56,7 @@ def collect_units(module: nn.Module) -> list[Unit]:
     root, *blocks = heads
     units, index = [], 0
     for head in [*reversed(blocks), root]:
-        unit = Unit(head)
+        unit = Unit(head, kinds[id(head)])
         for group in param_groups(head):
             for fsdp_param in group.fsdp_params:
                 if fsdp_param.sharded_param.requires_grad:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
@@ -49,6 +49,23 @@ def _fill_in_zeros(group: FSDPParamGroup) -> None:
         reduce(*unused)
 
     group.post_backward = post_backward
+
+
+def keep_shards_of_node(module: FSDPModule, nodes: HSDPMeshInfo) -> None:
+    """Lets a unit keep the shards of its node's copy after the forward.
+
+    Args:
+        module: sharded over the world, and resharded after the forward.
+        nodes: the nodes and their ranks.
+    """
+    # ``fully_shard(reshard_after_forward=ranks)`` does the same, but makes two process groups for each unit, with
+    # torch's time-out instead of the user's.
+    for group in param_groups(module):
+        group.post_forward_mesh_info = nodes
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = nodes
+            # It only looks at the shape of the whole parameter.
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
 
 
 def forget_iteration(root: FSDPModule) -> None:

@@ -39,7 +39,8 @@ class SharedStore(Store):
     """Parameters and gradients in memory that the ranks of a node share (collective to make).
 
     Args:
-        context: of the model, which is on the CPU, identical on all ranks; its parameters are moved.
+        context: of the model, which is on the CPU, identical on all ranks.
+        parameters: those that are shared, frozen ones too; they are moved. None: all of the model.
         topology: nodes and ranks; nodes may have different numbers of ranks.
         node_group: the ranks of this node.
         reduction_of: what sums gradients over some ranks, given these; called with the same ranks in the same order by
@@ -61,12 +62,14 @@ class SharedStore(Store):
         node_group: dist.ProcessGroup,
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
         *,
+        parameters: Sequence[nn.Parameter] | None = None,
         bucket_bytes: int | None,
         reducing_ranks: int,
         timeout_seconds: float,
     ) -> None:
         super().__init__(context)
-        self._parameters = [p for p in context.module.parameters() if p.requires_grad]
+        self._everything = list(context.module.parameters() if parameters is None else parameters)
+        self._parameters = [p for p in self._everything if p.requires_grad]
         self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
         self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
@@ -96,7 +99,7 @@ class SharedStore(Store):
         # One mapping for everything: parameters, then gradients, then the table. All ranks of the node compute the
         # same places from the same model, so no addresses have to be exchanged.
         layout = Layout()
-        everything = list(self.module.parameters())  # frozen ones, too: each exists once a node
+        everything = self._everything  # frozen ones, too: each exists once a node
         places = [layout.place(p.numel() * p.dtype.itemsize) for p in everything]
         parameter_bytes = layout.bytes
         members = [[self._parameters[index] for index in bucket] for bucket in self._layout]

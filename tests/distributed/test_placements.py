@@ -1,0 +1,234 @@
+"""Placements per unit (OSDP): exact whatever they are, and uniform ones do what the strategies do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from exactness import Setting, check, full, train
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from payload_counting import count_one_step, sent_by_nodes
+from torch import nn
+from torch.utils.data import DataLoader
+from training_cases import CASES, collate, make_optimizer
+
+from accelerate_lshdp import LSHDPAccelerator, Plan, Strategy
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
+
+
+LAYERS = 4
+UNITS = {
+    "vit": ("", "vit.embeddings", *(f"vit.layers.{layer}" for layer in range(LAYERS))),
+    "gpt2": ("", *(f"transformer.h.{layer}" for layer in range(LAYERS))),
+}
+NODES = ((2, 2), (1, 2), (1, 1, 1, 1))
+ADAMW: tuple[tuple[tuple[str, bool], ...], ...] = ((), (("foreach", True),), (("fused", True),))
+
+
+def stores_on(nodes: tuple[int, ...]) -> list[UnitStore]:
+    """The stores that exist on some nodes."""
+    return [store for store in UnitStore if not store.reshards_to_node or len(set(nodes)) == 1]
+
+
+@st.composite
+def random_settings(draw: Any) -> Setting:
+    nodes = draw(st.sampled_from(NODES))
+    model = draw(st.sampled_from(sorted(UNITS)))
+    units = {}
+    for name in UNITS[model]:
+        recomputes = draw(st.booleans()) if name else False
+        units[name] = UnitPlacement(draw(st.sampled_from(stores_on(nodes))), recomputes)
+    steps = draw(st.sampled_from((1, 2)))
+    sizes = tuple((draw(st.integers(1, 3)), steps) for _ in range(sum(nodes)))
+    return Setting(
+        "osdp",
+        sizes,
+        nodes,
+        model=model,
+        dtype=draw(st.sampled_from(("float64", "float64", "float32"))),
+        own_accumulation=draw(st.sampled_from((1, 2))),
+        steps=3,
+        set_to_none=draw(st.booleans()),
+        intra_node=draw(st.sampled_from(("auto", "collectives"))),
+        placement=ModelPlacement(units),
+        layers=LAYERS,
+        optimizer=draw(st.sampled_from(ADAMW)),
+    )
+
+
+def run(workers, setting: Setting) -> None:
+    check(workers(setting.world_size).run(train, setting, nodes=setting.nodes, timeout=90), setting.dtype)
+
+
+def random_placements(examples: int) -> Any:
+    """Runs a test with random placements, always the same ones."""
+    suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    options = settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=suppressed
+    )
+    return lambda test: options(given(setting=random_settings())(test))
+
+
+@random_placements(10)
+def test_random_placements_equal_one_process(workers, setting):
+    run(workers, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@random_placements(120)
+def test_many_random_placements_equal_one_process(workers, setting):
+    run(workers, setting)
+
+
+#: One unit of each kind beside the others, and what needs care: tied and frozen parameters.
+ALL_STORES = ModelPlacement(
+    {
+        "": UnitPlacement(UnitStore.WORLD_KEPT),
+        "vit.embeddings": UnitPlacement(UnitStore.REPLICATE),
+        "vit.layers.0": UnitPlacement(UnitStore.NODE, checkpoint=True),
+        "vit.layers.1": UnitPlacement(UnitStore.WORLD, checkpoint=True),
+        "vit.layers.2": UnitPlacement(UnitStore.WORLD_TO_NODE),
+        "vit.layers.3": UnitPlacement(UnitStore.HOST),
+    }
+)
+SPECIAL = [
+    Setting("osdp", (3, 1, 2, 2), (2, 2), placement=ALL_STORES, layers=4, steps=20, dtype="float32"),
+    Setting("osdp", (3, 1, 2, 2), (2, 2), placement=ALL_STORES, layers=4, frozen=("layers.1", "embeddings")),
+    Setting("osdp", ((3, 2), (1, 2), (2, 2), (2, 2)), (2, 2), placement=ALL_STORES, layers=4, clip_value=0.01),
+    Setting("osdp", (3, 1, 2, 2), (2, 2), placement=ALL_STORES, layers=4, intra_node="collectives", short_batch=1),
+    Setting("osdp", (3,), (1,), placement=ALL_STORES, layers=4),
+    Setting("osdp", (3, 2), (2,), placement=ALL_STORES, layers=4),
+]
+
+
+@pytest.mark.parametrize("setting", SPECIAL, ids=lambda s: f"{s}_{SPECIAL.index(s)}")
+def test_special_placements_equal_one_process(workers, setting):
+    run(workers, setting)
+
+
+# Uniform placements
+
+
+def trained(plan: Plan) -> dict[str, torch.Tensor]:
+    """The parameters of a small ViT after three steps."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model(LAYERS)
+    optimizer = make_optimizer(model, 1e-2, 0.01)
+    dataset = case.dataset(plan.total_batch_size * 3, torch.float32)
+    loader = DataLoader(dataset, batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("store", [store for store in UnitStore if not store.reshards_to_node])
+def test_uniform_placements_give_the_bits_of_their_strategy(workers, store, nodes):
+    plan = Plan.from_batch_sizes([2, 1, 3, 2][: sum(nodes)], strategy=store.strategy)
+    uniform = replace(plan, strategy=Strategy.OSDP, placement=ModelPlacement(default=UnitPlacement(store)))
+    pool = workers(sum(nodes))
+    for expected, found in zip(
+        pool.run(trained, plan, nodes=nodes), pool.run(trained, uniform, nodes=nodes), strict=True
+    ):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+# Bytes
+
+#: Bytes that a node of two sends to the other one for each byte of a unit's parameters, of one micro-batch. A gather
+#: or a reduce-scatter in two stages sends (N-1)/N of them, an all-reduce 2 (N-1)/N.
+SENT = {
+    UnitStore.NODE: 1.0,
+    UnitStore.HOST: 1.0,
+    UnitStore.WORLD: 1.5,
+    UnitStore.WORLD_KEPT: 1.0,
+    UnitStore.WORLD_TO_NODE: 1.0,
+}
+
+
+def test_the_bytes_between_nodes_are_the_sum_of_those_of_the_units(workers):
+    units = dict(zip(["vit.embeddings", *(f"vit.layers.{layer}" for layer in range(3))], SENT, strict=False))
+    placement = ModelPlacement({name: UnitPlacement(store) for name, store in units.items()}, UnitPlacement())
+    placed = replace(placement, units=(*placement.units, ("", UnitPlacement(UnitStore.WORLD_TO_NODE))))
+    counted = workers(4).run(count_one_step, "osdp", 1, "fp32", 1, (2, 2), "auto", placed, nodes=(2, 2))
+    sizes = counted[0]["units"]
+    formula = sum(SENT[store] * sizes[name] for name, store in units.items()) + counted[0]["root"]
+    assert sent_by_nodes(counted, (2, 2)) == pytest.approx([formula] * 2, rel=0.02)
+
+
+# Refusals
+
+
+class Tied(nn.Module):
+    """Two blocks that share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(3))
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def refused(plan: Plan, model: str) -> str:
+    """What ``prepare`` says of a placement."""
+    accelerator = LSHDPAccelerator(plan=plan)
+    prepared = Tied() if model == "tied" else CASES["vit"].model(LAYERS)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        accelerator.prepare(prepared)
+    return str(caught.value)
+
+
+REFUSED = [
+    ("vit", {"vit.layer.0": UnitPlacement(UnitStore.WORLD)}, 'Did you mean "vit.layers.0"?'),
+    ("tied", {"blocks.0": UnitPlacement(UnitStore.WORLD)}, "units with tied parameters in different placements"),
+    ("vit", {"vit.layers.0": UnitPlacement(UnitStore.WORLD, slices=2)}, "found a unit with 2 slices"),
+    ("vit", {"": UnitPlacement(checkpoint=True)}, "Name the units whose activations are to be recomputed"),
+]
+
+
+@pytest.mark.parametrize(("model", "units", "message"), REFUSED, ids=["unknown", "tied", "slices", "root"])
+def test_placements_that_cannot_be_are_refused_on_all_ranks(workers, model, units, message):
+    plan = replace(Plan.from_batch_sizes([1, 1], strategy="osdp"), placement=ModelPlacement(units))
+    for said in workers(2).run(refused, plan, model, nodes=(1, 1)):
+        assert message in said
+
+
+def refused_at_start(plan: Plan) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        LSHDPAccelerator(plan=plan)
+    return str(caught.value)
+
+
+def test_shards_of_nodes_after_the_forward_need_even_nodes(workers):
+    placement = ModelPlacement(default=UnitPlacement(UnitStore.WORLD_TO_NODE))
+    plan = replace(Plan.from_batch_sizes([1, 1, 1], strategy="osdp"), placement=placement)
+    for said in workers(3).run(refused_at_start, plan, nodes=(1, 2)):
+        assert "expected as many ranks on every node" in said
+
+
+def disagreeing() -> str:
+    plan = Plan.from_batch_sizes([1, 1], strategy="osdp")
+    rank = int(os.environ["RANK"])
+    store = [UnitStore.WORLD, UnitStore.NODE][rank]
+    return refused_at_start(replace(plan, placement=ModelPlacement(default=UnitPlacement(store))))
+
+
+def test_ranks_that_disagree_on_a_placement_say_so(workers):
+    for said in workers(2).run(disagreeing, nodes=(1, 1)):
+        assert "the ranks do not agree on the plan" in said
