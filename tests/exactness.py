@@ -18,7 +18,7 @@ from accelerate_lshdp.documents.placement import ModelPlacement
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.05
 MAX_GRAD_NORM = 1.0
-#: Relative error allowed (DESIGN, invariant 1): of the first gradient and of the parameters after the last step.
+#: Relative error allowed: of the first gradient and of the parameters after the last step.
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-6, 5e-6)}
 
 

@@ -34,7 +34,7 @@ SHIM, MIXIN, CALLBACK = WAYS = ("shim", "mixin", "callback")
 
 #: Samples in a global batch, and of the data set: an epoch has 5 global batches, the last one of 7 samples.
 TOTAL, SAMPLES = 12, 55
-PARAMETER_TOLERANCE = 5e-6  # DESIGN, invariant 1, fp32
+PARAMETER_TOLERANCE = 5e-6  # fp32, as tests/exactness.py
 #: Of logged losses and gradient norms, which are computed from parameters that may be off by the above.
 LOG_TOLERANCE = 2e-6
 

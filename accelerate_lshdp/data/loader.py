@@ -37,11 +37,11 @@ class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
     Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
-    `purpose` says it (TRAINING or EVALUATION). `len(loader)` and `total_batch_size` follow the same rule, but for a
-    loader that shuffles they are those of training passes until its first evaluation pass. A pass for evaluation is
-    that of stock accelerate. In a training pass a batch is reported to the context, with its place, at the moment it
-    is yielded; map-style data is not read ahead of it beyond what workers prefetch (and beyond the optimizer step, if
-    loss tokens are counted).
+    `purpose` says it (TRAINING or EVALUATION). `len(loader)` is that of a pass that would begin now, and
+    `total_batch_size` that of the pass in progress, if there is one; but for a loader that shuffles they are those of
+    training passes until its first evaluation pass. A pass for evaluation is that of stock accelerate. In a training
+    pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is not read
+    ahead of it beyond what workers prefetch (and beyond the optimizer step, if loss tokens are counted).
     """
 
     def __init__(
@@ -229,11 +229,12 @@ class HeterogeneousDataLoader(DataLoaderShard):
         """Whether a pass that starts now is an evaluation pass."""
         return self._context.is_evaluation_pass() if self.purpose is None else self.purpose == EVALUATION
 
-    def _in_evaluation(self) -> bool:
-        return self.is_evaluating if self._passes else self._measures_evaluation()
+    def _reports_evaluation(self) -> bool:
+        """Whether `total_batch_size` is that of evaluation passes."""
+        return self.is_evaluating if self._passes else self._length_is_of_evaluation()
 
-    def _measures_evaluation(self) -> bool:
-        """Whether lengths are those of evaluation passes.
+    def _length_is_of_evaluation(self) -> bool:
+        """Whether `len` is that of an evaluation pass.
 
         Scripts compute their steps right after `prepare`, while a model of from_pretrained still is in eval mode.
         """
@@ -244,7 +245,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a pass that starts now. Raises TypeError if the data has no length."""
-        if self._measures_evaluation():
+        if self._length_is_of_evaluation():
             return max(0, self._source.evaluation_length() - self._start.skipped_in_evaluation)
         skip = self._start.training_skip()
         cut = self._sizes.cut()
@@ -257,7 +258,7 @@ class HeterogeneousDataLoader(DataLoaderShard):
     @property
     def total_batch_size(self) -> int:
         """Samples of a batch over all ranks: of a global batch in training, of one iteration in evaluation."""
-        if not self._in_evaluation():
+        if not self._reports_evaluation():
             return self._sizes.cut().total
         return self._sizes.of_evaluation()
 

@@ -1,4 +1,7 @@
-"""How many samples the batches of a loader have: the plan's, or those that its own batch size makes."""
+"""How many samples the batches of a loader have: the plan's, or those that its own batch size makes.
+
+How many batches a pass has, `len(loader)`, is in `loader`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulated steps that a script leaves open, or begins inside: exact, or an error on all ranks (DESIGN 4.3)."""
+"""Accumulated steps that a script leaves open, or begins inside: exact, or an error on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batch is trained where no forward tells, because the models are given copies or changed inputs (DESIGN 4.2).
+"""Which batch is trained where no forward tells, because the models are given copies or changed inputs.
 
 Of the batches that the script may mean it is the only one, or one that counts like all of them; else all ranks stop
 with the same error.

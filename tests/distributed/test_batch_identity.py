@@ -1,4 +1,4 @@
-"""A batch keeps its place whatever the script does with it: skipped, kept, fetched ahead, trained twice (DESIGN 4.2).
+"""A batch keeps its place whatever the script does with it: skipped, kept, fetched ahead, trained twice.
 
 Every pattern trains the gradient of the global batches that it names, as one process does, or is refused on all ranks
 with the same message.

@@ -1,4 +1,4 @@
-"""Evaluation passes are those of stock accelerate, the plan notwithstanding (DESIGN 4.4)."""
+"""Evaluation passes are those of stock accelerate, the plan notwithstanding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams (IterableDataset): every rank reads all of it and keeps its slice, whatever the plan (DESIGN 4.2)."""
+"""Streams (IterableDataset): every rank reads all of it and keeps its slice, whatever the plan."""
 
 from __future__ import annotations
 

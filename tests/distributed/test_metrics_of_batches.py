@@ -1,4 +1,4 @@
-"""``gather_for_metrics`` in training passes: of the batch at hand, whether it is trained or not (DESIGN 4.2)."""
+"""``gather_for_metrics`` in training passes: of the batch at hand, whether it is trained or not."""
 
 from __future__ import annotations
 

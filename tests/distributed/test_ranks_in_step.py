@@ -1,4 +1,4 @@
-"""What one rank does differently is an error on all ranks before a wrong optimizer step (DESIGN 4.9)."""
+"""What one rank does differently is an error on all ranks before a wrong optimizer step."""
 
 from __future__ import annotations
 

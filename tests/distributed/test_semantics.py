@@ -1,4 +1,4 @@
-"""DESIGN section 4 on real ranks: evaluation passes, accumulation, weighting, unused parameters, gathering, saving."""
+"""What the documents promise, on real ranks: evaluation, accumulation, weighting, unused parameters, gathering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A global batch is cut the same way everywhere, and nothing of it is lost (DESIGN 4.2)."""
+"""A global batch is cut the same way everywhere, and nothing of it is lost."""
 
 from __future__ import annotations
 
