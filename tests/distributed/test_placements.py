@@ -73,7 +73,7 @@ def random_placements(examples: int) -> Any:
     return lambda test: options(given(setting=random_settings())(test))
 
 
-@random_placements(10)
+@random_placements(5)
 def test_random_placements_equal_one_process(workers, setting):
     run(workers, setting)
 
@@ -106,7 +106,14 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("setting", SPECIAL, ids=lambda s: f"{s}_{SPECIAL.index(s)}")
+def special_cells() -> list:
+    """All of them with `-m slow`, two by default."""
+    marks = [() if index in (1, 3) else (pytest.mark.slow,) for index in range(len(SPECIAL))]
+    ids = [f"{setting}_{index}" for index, setting in enumerate(SPECIAL)]
+    return [pytest.param(*cell, id=name, marks=mark) for *cell, name, mark in zip(SPECIAL, ids, marks, strict=True)]
+
+
+@pytest.mark.parametrize("setting", special_cells())
 def test_special_placements_equal_one_process(workers, setting):
     run(workers, setting)
 
@@ -132,8 +139,17 @@ def trained(plan: Plan) -> dict[str, torch.Tensor]:
     return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("nodes", [(2, 2), (1, 2)])
-@pytest.mark.parametrize("store", [store for store in UnitStore if not store.reshards_to_node])
+#: The others with `-m slow`.
+UNIFORM_BY_DEFAULT = [(UnitStore.NODE, (2, 2)), (UnitStore.WORLD_KEPT, (1, 2))]
+UNIFORM = [
+    pytest.param(store, nodes, marks=() if (store, nodes) in UNIFORM_BY_DEFAULT else (pytest.mark.slow,))
+    for store in UnitStore
+    if not store.reshards_to_node
+    for nodes in ((2, 2), (1, 2))
+]
+
+
+@pytest.mark.parametrize(("store", "nodes"), UNIFORM)
 def test_uniform_placements_give_the_bits_of_their_strategy(workers, store, nodes):
     plan = Plan.from_batch_sizes([2, 1, 3, 2][: sum(nodes)], strategy=store.strategy)
     uniform = replace(plan, strategy=Strategy.OSDP, placement=ModelPlacement(default=UnitPlacement(store)))
