@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate_lshdp.documents.cluster import Cluster
-from accelerate_lshdp.documents.placement import ModelPlacement
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
 from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.value_checks import PlanError
@@ -36,30 +36,33 @@ def check_sections_agree(
             )
     if batch is not None and automatic is not None:
         _check_automatic_start(batch, automatic)
+    if WIRE_FORMATS[communication.dtype].between_nodes_only:
+        _check_format(communication.dtype, strategy, placement)
+
+
+def _check_format(dtype: str, strategy: Strategy, placement: ModelPlacement | None) -> None:
+    """Checks that no unit is shared by all ranks, which a format that travels between nodes only needs."""
     # World-sharded units are reduced one by one through FSDP2, which has no buffers that stay the same.
-    stores = [] if placement is None else [each.store for each in placement.placements]
-    shared = next((store for store in stores if store.strategy.is_world_sharded), None)
-    if WIRE_FORMATS[communication.dtype].between_nodes_only and shared is not None:
-        formats = [f'"{name}"' for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
-        others = [f'"{other}"' for other in type(shared) if not other.strategy.is_world_sharded]
+    if placement is None:
+        shared = [f'strategy "{strategy}"'] if strategy.is_world_sharded else []
+        others = [each for each in Strategy if not (each.is_world_sharded or each.traits.is_per_unit)]
+        instead = f"strategy {_one_of(others)}"
+    else:
+        stores = [each.store for each in placement.placements]
+        shared = [f'a unit in store "{store}"' for store in stores if store.strategy.is_world_sharded]
+        others = [store for store in UnitStore if not store.strategy.is_world_sharded]
+        instead = f"only units in store {_one_of(others)}"
+    if shared:
+        formats = [name for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
         raise PlanError(
-            f'found "{communication.dtype}" with a unit in store "{shared}", expected {_one_of(formats)}: gradients '
-            "of units that all ranks share do not travel this way. Choose one of those, or give all units one of the "
-            f"stores {_one_of(others)}.",
-            path="communication.dtype",
-        )
-    if WIRE_FORMATS[communication.dtype].between_nodes_only and strategy.is_world_sharded:
-        formats = [f'"{name}"' for name, form in WIRE_FORMATS.items() if not form.between_nodes_only]
-        others = [f'"{other}"' for other in Strategy if not other.is_world_sharded]
-        raise PlanError(
-            f'found "{communication.dtype}" with strategy "{strategy}", expected {_one_of(formats)}: its'
-            " ranks share one copy, whose gradients do not travel this way. Choose one of those, or"
-            f" strategy {_one_of(others)}.",
+            f'found "{dtype}" with {shared[0]}, expected {_one_of(formats)}: all ranks share one copy of the '
+            f"parameters, whose gradients do not travel this way. Choose one of those, or {instead}.",
             path="communication.dtype",
         )
 
 
-def _one_of(words: Sequence[str]) -> str:
+def _one_of(names: Sequence[str]) -> str:
+    words = [f'"{name}"' for name in names]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 

@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 
 from accelerate_lshdp import LSDPPlugin
 from accelerate_lshdp.cli.main import SUBCOMMANDS, make_parser
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement
 from accelerate_lshdp.documents.plan import Automatic, Batch, Cluster, Communication, Link, Node, Plan, RankBatch
 
 
@@ -82,6 +83,8 @@ PLAN_TABLES = {
     "batch.ranks": RankBatch,
     "automatic": Automatic,
     "communication": Communication,
+    "placement": ModelPlacement,
+    "placement.units": UnitPlacement,
     "cluster": Cluster,
     "cluster.nodes": Node,
     "cluster.link": Link,
@@ -105,7 +108,8 @@ def test_keys_of_a_section_are_those_that_are_read(section: str):
     for name, (needed, default) in described.items():
         assert (needed == "yes") == (fields[name] is dataclasses.MISSING), name
         value = fields[name]
-        shown = "" if value in (dataclasses.MISSING, None) else json.dumps(value).strip('"').removesuffix(".0")
+        nothing = value in (dataclasses.MISSING, None, ()) or dataclasses.is_dataclass(value)
+        shown = "" if nothing else json.dumps(value).strip('"').removesuffix(".0")
         assert default.strip("`") == shown, name
 
 
