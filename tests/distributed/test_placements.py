@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from payload_counting import count_one_step, sent_by_nodes
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import CASES, collate, make_optimizer
+from training_cases import CASES, collate, make_optimizer, relative_error
 
-from accelerate_lshdp import LSHDPAccelerator, Plan, Strategy
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
@@ -116,6 +116,30 @@ def special_cells() -> list:
 @pytest.mark.parametrize("setting", special_cells())
 def test_special_placements_equal_one_process(workers, setting):
     run(workers, setting)
+
+
+def trained_in_two_backwards(plan: Plan, parts: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    """The gradients of a step whose loss is the sum of parts with a forward and a synchronised backward each."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"))
+    model = case.model(LAYERS).double()
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float64), batch_size=2, collate_fn=collate)
+    model, loader, _ = accelerator.prepare(model, loader, make_optimizer(model, 1e-2, 0.0))
+    model.train()
+    for batch in loader:
+        for part in parts:
+            accelerator.backward(part * case.loss(model, batch))
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("intra_node", ["auto", "collectives"])
+def test_gradients_that_are_final_are_not_summed_again(workers, intra_node):
+    plan = Plan.from_batch_sizes([3, 1, 2, 2], strategy="osdp", placement=ALL_STORES, intra_node=intra_node)
+    pool = workers(4)
+    once = pool.run(trained_in_two_backwards, plan, (1.0,), nodes=(2, 2))
+    twice = pool.run(trained_in_two_backwards, plan, (0.25, 0.5, 0.25), nodes=(2, 2))
+    for expected, found in zip(once, twice, strict=True):
+        assert relative_error(found, expected) <= 1e-12
 
 
 # Uniform placements

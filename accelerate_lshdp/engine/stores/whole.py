@@ -143,7 +143,7 @@ class WholeStore(Store):
 
     def _set_final_aside(self) -> None:
         """Takes gradients that are the sum over all ranks out of ``.grad``: they must not be summed again."""
-        if self._scale == 1.0:
+        if self._final or self._earlier:
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is None:
                     self._earlier.pop(index, None)  # the script has dropped what this was to be added to
@@ -171,7 +171,8 @@ class WholeStore(Store):
             self._synchronise = False
             self._reductions.finish()
             self._give_back_final()
-            self._final.update(range(len(self._parameters)))
+            if self._scale == 1.0:  # else a gradient that is final is scaled, and may be summed again
+                self._final.update(range(len(self._parameters)))
         else:
             # None would say that the script has dropped the gradient, with what was set aside of it.
             for index in self._earlier:
