@@ -14,13 +14,17 @@ from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemory
+from accelerate_lshdp.engine.stores.shared.node_sums import NodeSums
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
+from accelerate_lshdp.engine.wire.node_first import NodeFirstReduction, Place
 from accelerate_lshdp.engine.wire.reduction import (
     REDUCTIONS,
+    ExactReduction,
     GradientReduction,
     TimedAllGather,
     TimedReduceScatter,
@@ -127,10 +131,9 @@ class Placement:
                 timeout_seconds=world_timeout().total_seconds(),
             )
         if self.policies.mechanism is Mechanism.REPLICATED:
-            world = (tuple(range(self.topology.world_size)),)
             return WholeStore(
                 context,
-                self._reduction(world),
+                self._reduction_of_copies(self._can_share_memory()),
                 bucket_bytes=self.bucket_bytes,
                 reducing_ranks=self.reducing_ranks,
             )
@@ -143,7 +146,7 @@ class Placement:
             choose_units(context.module, self.units),
             self.policies,
             shard_group=self.groups.of_partition(self.policies.shard_groups, self.topology.rank),
-            reduction=self._reduction(self.policies.replica_groups),
+            reduction=self._reduction_of_shards(),
             device=self.device,
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
@@ -164,6 +167,44 @@ class Placement:
         places = tuple(zip(*nodes, strict=True))
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         return TwoStageAllGather(stages, self.clock), TwoStageReduceScatter(stages, self.clock, dtype=dtype)
+
+    def _can_share_memory(self) -> bool:
+        """Whether ranks of a node can sum gradients in memory that all of them map."""
+        return (
+            self.device.type == "cpu"
+            and self.communication.intra_node != "collectives"
+            and NodeMemory.missing() is None
+        )
+
+    def _reduction_of_copies(self, in_memory: bool) -> GradientReduction | None:
+        """What sums gradients of which every rank has all (collective): inside each node first, then between nodes.
+
+        Args:
+            in_memory: the ranks of a node sum in memory that they share.
+        """
+        nodes, rank = self.topology.node_groups, self.topology.rank
+        world = tuple(range(self.topology.world_size))
+        if self.reduction is not None or max(map(len, nodes)) == 1:
+            return self._reduction((world,))
+        if in_memory:
+            timeout = world_timeout().total_seconds()
+            return NodeSums(self.topology, self._reduction_of, self.clock, timeout)
+        if len(nodes) == 1:
+            return ExactReduction(self.groups.of_ranks(world))  # formats are for what travels between nodes
+        inside = self.groups.of_partition(nodes, rank)
+        mine = nodes[self.topology.node]
+        places = [
+            Place(mine[place % len(mine)], self._reduction_of(ranks))
+            for place, ranks in enumerate(self.policies.replica_groups)
+        ]
+        return NodeFirstReduction(dist.group.WORLD, inside if len(mine) > 1 else None, places)
+
+    def _reduction_of_shards(self) -> GradientReduction | None:
+        """What sums the gradients of shards between nodes (collective); None if no other rank holds the same shard."""
+        groups = self.policies.shard_groups
+        if max(map(len, groups)) == 1 and self.topology.world_size > 1:
+            return self._reduction_of_copies(in_memory=False)  # uneven nodes: a shard is all there is
+        return self._reduction(self.policies.replica_groups)
 
     def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:
         """What sums gradients over this rank's group of a partition (collective); None if groups have one rank."""
