@@ -14,7 +14,6 @@ from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
-from accelerate_lshdp.engine.stores.shared.memory import NodeMemory
 from accelerate_lshdp.engine.stores.shared.node_sums import NodeSums
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
@@ -133,7 +132,7 @@ class Placement:
         if self.policies.mechanism is Mechanism.REPLICATED:
             return WholeStore(
                 context,
-                self._reduction_of_copies(self._can_share_memory()),
+                self._reduction_of_copies(),
                 bucket_bytes=self.bucket_bytes,
                 reducing_ranks=self.reducing_ranks,
             )
@@ -168,25 +167,13 @@ class Placement:
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         return TwoStageAllGather(stages, self.clock), TwoStageReduceScatter(stages, self.clock, dtype=dtype)
 
-    def _can_share_memory(self) -> bool:
-        """Whether ranks of a node can sum gradients in memory that all of them map."""
-        return (
-            self.device.type == "cpu"
-            and self.communication.intra_node != "collectives"
-            and NodeMemory.missing() is None
-        )
-
-    def _reduction_of_copies(self, in_memory: bool) -> GradientReduction | None:
-        """What sums gradients of which every rank has all (collective): inside each node first, then between nodes.
-
-        Args:
-            in_memory: the ranks of a node sum in memory that they share.
-        """
+    def _reduction_of_copies(self) -> GradientReduction | None:
+        """What sums gradients of which every rank has all (collective): inside each node first, then between nodes."""
         nodes, rank = self.topology.node_groups, self.topology.rank
         world = tuple(range(self.topology.world_size))
         if self.reduction is not None or max(map(len, nodes)) == 1:
             return self._reduction((world,))
-        if in_memory:
+        if self.policies.shares_memory:
             timeout = world_timeout().total_seconds()
             return NodeSums(self.topology, self._reduction_of, self.clock, timeout)
         if len(nodes) == 1:
@@ -203,7 +190,7 @@ class Placement:
         """What sums the gradients of shards between nodes (collective); None if no other rank holds the same shard."""
         groups = self.policies.shard_groups
         if max(map(len, groups)) == 1 and self.topology.world_size > 1:
-            return self._reduction_of_copies(in_memory=False)  # uneven nodes: a shard is all there is
+            return self._reduction_of_copies()  # uneven nodes: a shard is all there is
         return self._reduction(self.policies.replica_groups)
 
     def _reduction(self, partition: tuple[tuple[int, ...], ...]) -> GradientReduction | None:

@@ -45,6 +45,7 @@ class ShardingPolicies:
         offload: FSDP2's offload policy; the host copy is pinned only for devices that can use it.
         precision: FSDP2's precision of units; gradients are always reduced in fp32 (or the parameters' own precision).
         output_dtype: precision of the whole model's floating-point outputs, None: as computed.
+        shares_memory: whether ranks of a node can sum, in memory that all of them map, gradients that each has whole.
         notice: what the user should know about the choice, or None.
     """
 
@@ -57,6 +58,7 @@ class ShardingPolicies:
     offload: OffloadPolicy
     precision: MixedPrecisionPolicy
     output_dtype: torch.dtype | None
+    shares_memory: bool
     notice: str | None = None
 
     @property
@@ -164,6 +166,12 @@ def resolve_policies(
         # Only the root converts its output: FSDP2's output_dtype on a block would hand fp32 to the next block.
         precision=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None),
         output_dtype=torch.float32 if compute else None,
+        shares_memory=(
+            device_type == "cpu"
+            and intra_node != "collectives"
+            and max(topology.node_sizes) > 1
+            and NodeMemory.missing() is None
+        ),
         notice=notice,
     )
 
