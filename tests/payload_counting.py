@@ -41,6 +41,7 @@ class PayloadCounter:
     COUNTED = {
         (dist, "all_reduce"): ("all_reduce", "tensor"),
         (dist, "broadcast"): ("broadcast", "tensor"),
+        (dist, "reduce"): ("reduce", "tensor"),
         (dist, "all_gather"): ("all_gather", "tensor"),
         (dist, "all_to_all_single"): ("all_to_all", "input"),
         (dist, "all_to_all"): ("all_to_all", "input_tensor_list"),
@@ -83,6 +84,8 @@ class PayloadCounter:
             return RING_PASSES[kind] * (len(ranks) - 1) / len(ranks) if follower in away else 0.0
         if kind == "all_to_all":
             return len(away) / len(ranks)
+        if kind == "reduce" and away:
+            raise AssertionError("sums to one rank are for the ranks of a node")
         if kind == "reduce_scatter" and away:
             raise AssertionError("gloo's reduce-scatter sends what an all-reduce does; use all-to-all")
         return 0.0

@@ -88,12 +88,11 @@ class LSDPPlugin:
             not send for the next step, and are for ``ddp``, ``group_sharding`` and ``lsdp``.
         powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 8.
         powersgd_warmup_steps: exact steps at the start of a run with ``powersgd``. Default 10.
-        intra_node: how the ranks of a node share parameters and gradients under ``lsdp`` and ``group_sharding``:
-            ``shared_memory`` (CPU: one copy of both, in memory that all of them map), ``collectives``, or ``auto``
-            (default): shared memory on CPUs.
+        intra_node: how the ranks of a node share parameters and gradients under ``lsdp`` and ``group_sharding``, and
+            sum gradients under ``ddp``: ``shared_memory`` (CPU: in memory that all of them map), ``collectives``, or
+            ``auto`` (default): shared memory on CPUs.
         bucket_megabytes: size of the gradient buckets of whole parameters (``ddp``; on CPUs also ``lsdp`` and
-            ``group_sharding``). Default: N/48 of the model for N ranks that sum it
-            between nodes (a ring sends N-ths), from 1 to 25.
+            ``group_sharding``). Default: N/48 of the model for N nodes (a ring sends N-ths), from 1 to 25.
         loss_weighting: what losses are means over: ``auto`` (default: found out on the first batches), ``sample``,
             ``tokens`` or ``none`` (nothing: the script weights them).
         token_counter: counts the loss tokens of a batch, for ``tokens``, which it stands for where ``loss_weighting``

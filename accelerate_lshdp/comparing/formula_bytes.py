@@ -17,9 +17,10 @@ def formula_bytes(
 ) -> list[float]:
     """Bytes between nodes of one step, one number a node.
 
-    With N nodes and W ranks: a ring all-reduce of S bytes sends 2(W-1)/W * S from each node, an all-reduce of shards
-    2(N-1)/N * S; all-gather and reduce-scatter half of that. World-sharded strategies gather every unit once in the
-    forward and (but for ``zero2``) once in the backward, what is in no unit once, and reduce gradients once.
+    With N nodes and W ranks: the ring of plain DDP sends 2(W-1)/W * S for S bytes from each node, an all-reduce over
+    one rank a node 2(N-1)/N * S; all-gather and reduce-scatter half of that. World-sharded strategies gather every
+    unit once in the forward and (but for ``zero2``) once in the backward, what is in no unit once, and reduce
+    gradients once.
 
     Args:
         case: strategy and format.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.network import (
     Collective,
-    Exchange,
     all_to_all,
     quantised_all_reduce,
     ring_all_gather,
@@ -63,20 +62,10 @@ def collectives_of(
         if two_stage and even:
             return Collectives(two_stage_all_gather, two_stage_reduce_scatter, None)
         return Collectives(ring_all_gather, all_to_all, None)
-    # Where each shard, or each whole gradient, is on one rank a node, these ranks sum it among themselves.
+    # Plain DDP sums over all ranks in one ring, and so does plain HSDP where shards have no partner.
+    if traits.is_plain and not (traits.shared_by is SharedBy.NODE and even):
+        return Collectives(None, None, ring_all_reduce)
+    # Each shard is on one rank a node; what every rank has is summed to one rank of its node first. These ranks sum it
+    # among themselves.
     added = WIRE_FORMATS[communication_dtype].is_added
-    if not added and even and (traits.shared_by is SharedBy.NODE or nodes[0] == 1):
-        return Collectives(None, None, quantised_all_reduce)
-    if not added:
-        return Collectives(None, None, _quantised_over_all_ranks)
-    return Collectives(None, None, shard_all_reduce if traits.shared_by is SharedBy.NODE and even else ring_all_reduce)
-
-
-def _quantised_over_all_ranks(payload: float, nodes: Sequence[int]) -> Exchange:
-    """The exchange of `payload` bytes by an all-to-all, sums on every rank, and an all-gather of the sums."""
-    scattered, gathered = all_to_all(payload, nodes), ring_all_gather(payload, nodes)
-    return Exchange(
-        tuple(map(sum, zip(scattered.sent_bytes, gathered.sent_bytes, strict=True))),
-        tuple(map(sum, zip(scattered.handled_bytes, gathered.handled_bytes, strict=True))),
-        scattered.rounds + gathered.rounds,
-    )
+    return Collectives(None, None, shard_all_reduce if added else quantised_all_reduce)

@@ -7,7 +7,7 @@ collective takes as long as the node that sends most. N nodes with L ranks each,
     ring all-reduce over all ranks        2 (W-1)/W * S   leave a node, as a ring of neighbours leaves it once
     ring all-gather over all ranks          (W-1)/W * S
     reduce-scatter by all-to-all          L (N-1)/N * S   every rank sends to every rank of the other nodes
-    all-reduce of shards between nodes    2 (N-1)/N * S   L rings, each over one rank a node with 1/L of the payload
+    all-reduce between nodes              2 (N-1)/N * S   rings over one rank a node, each with a part of the payload
     two-stage all-gather, reduce-scatter    (N-1)/N * S   between nodes first (last), inside them afterwards (before)
 """
 
@@ -122,23 +122,18 @@ def all_to_all(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def shard_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """All-reduce of shards: rings over one rank a node, each with its part of `payload`.
+    """All-reduce of shards, or of what nodes have summed: rings over one rank a node, each with its part of `payload`.
 
-    Raises:
-        ValueError: nodes have different numbers of ranks, so their shards do not match.
+    Nodes may have different numbers of ranks: the ranks of a node take their parts in turn.
     """
-    count = _equal_nodes(nodes)
+    count = len(nodes)
     sent = 2 * (count - 1) / count * payload
     return Exchange((sent,) * count, (sent,) * count, rounds=2 * (count - 1))
 
 
 def quantised_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """All-reduce of shards in int8: all-to-all, sums, and all-gather, as values with different scales cannot be added.
-
-    Raises:
-        ValueError: nodes have different numbers of ranks.
-    """
-    count = _equal_nodes(nodes)
+    """`shard_all_reduce` in int8: all-to-all, sums, all-gather, as values with different scales cannot be added."""
+    count = len(nodes)
     sent = 2 * (count - 1) / count * payload
     return Exchange((sent,) * count, (sent,) * count, rounds=count)
 

@@ -141,8 +141,8 @@ class Communication(Record):
         dtype: "fp32" (exact), "bf16", "int8" (a quarter of the bytes of fp32) or "powersgd" (matrices of low rank).
         powersgd_rank: rank of the matrices that approximate gradients under "powersgd" (Vogels et al., 2019).
         powersgd_warmup_steps: number of steps at the start of a run with "powersgd" whose gradients are exact.
-        intra_node: how the ranks of a node share parameters and gradients: "shared_memory" (CPU only: one copy of both
-            in memory that all of them map), "collectives", or "auto": shared memory where it can be.
+        intra_node: how the ranks of a node share parameters and gradients, and sum whole ones: "shared_memory" (CPU
+            only: in memory that all of them map), "collectives", or "auto": shared memory where it can be.
     """
 
     dtype: str = entry(choice(COMMUNICATION_DTYPES), default="fp32")

@@ -21,6 +21,7 @@ from accelerate_lshdp.engine.placed_units import PlacedUnit, place_units
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
 from accelerate_lshdp.engine.recompute import recompute_activations
+from accelerate_lshdp.engine.reduction_maker import ReductionMaker
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
@@ -28,7 +29,6 @@ from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
-from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
 from accelerate_lshdp.engine.wire.reduction import (
     REDUCTIONS,
     GradientReduction,
@@ -88,10 +88,16 @@ class Placement:
             if bucket_bytes is None and WIRE_FORMATS[communication.dtype].merges_buckets
             else bucket_bytes
         )
-        self.reduction = reduction
         self.reducing_ranks = len(policies.replica_groups[0]) if reducing_ranks is None else reducing_ranks
         self.groups = ProcessGroups()
-        self._made: list[GradientReduction] = []
+        self._reductions = ReductionMaker(
+            topology,
+            self.groups,
+            communication,
+            clock,
+            shares_memory=policies.shares_memory,
+            substitute=reduction,
+        )
 
     def place(self, model: nn.Module, model_index: int = 0) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
@@ -105,9 +111,9 @@ class Placement:
         # Before anything is cut: FSDP2 never broadcasts, and replicas that start differently stay different.
         if self.topology.world_size > 1:
             broadcast_initial_state(model, self.device)
-        self._made.clear()
+        self._reductions.made.clear()
         prepared = self.arrange(model)
-        prepared.reductions = tuple(self._made)
+        prepared.reductions = tuple(self._reductions.made)
         return prepared
 
     def arrange(self, model: nn.Module) -> PreparedModel:
@@ -181,7 +187,7 @@ class Placement:
             return self._make_shared(context)
         if policies.mechanism is Mechanism.REPLICATED:
             return self._make_whole(context)
-        kind = self._kind(policies)
+        kind = self._kind(policies, self._reductions.of_shards(policies))
         units = [(unit, kind) for unit in choose_units(context.module, self.units)]
         return Fsdp2Store(context, units, kind, device=self.device, prefetch=self.prefetch)
 
@@ -192,7 +198,7 @@ class Placement:
             context,
             self.topology,
             self.groups.of_partition(self.topology.node_groups, self.topology.rank),
-            functools.partial(self._reduction_of, user=user),
+            functools.partial(self._reductions.of_ranks, user=user),
             parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
@@ -202,10 +208,9 @@ class Placement:
     def _make_whole(
         self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""
     ) -> WholeStore:
-        world = (tuple(range(self.topology.world_size)),)
         return WholeStore(
             context,
-            self._reduction(world, user),
+            self._reductions.of_copies(user),
             parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
@@ -221,22 +226,21 @@ class Placement:
         """The store of those units that FSDP2 shards."""
         # In the order of the model, the same on all ranks: making groups is collective.
         stores = dict.fromkeys(unit.placement.store for unit in (*units, rest))
+        sharding = {store: self.policies.of_stores[store] for store in stores}
+        sharding = {store: each for store, each in sharding.items() if each.mechanism is Mechanism.FSDP2}
+        # Stores of which nodes hold copies differ in where their shards live, not in which ranks sum them.
+        copied = next((each for each in sharding.values() if not each.strategy.is_world_sharded), None)
+        reduction = None if copied is None else self._reductions.of_shards(copied, user="units")
         kinds = {
-            store: self._kind(self.policies.of_stores[store], user="units")
-            for store in stores
-            if self.policies.of_stores[store].mechanism is Mechanism.FSDP2
+            store: self._kind(policies, None if policies.strategy.is_world_sharded else reduction)
+            for store, policies in sharding.items()
         }
         sharded = [(unit.modules, kinds[unit.placement.store]) for unit in units if unit.placement.store in kinds]
         root = kinds.get(rest.placement.store) or next(iter(kinds.values()))
         return Fsdp2Store(context, sharded, root, elsewhere=elsewhere, device=self.device, prefetch=self.prefetch)
 
-    def _kind(self, policies: ShardingPolicies, user: str = "") -> UnitKind:
-        """How FSDP2 keeps units with these policies (collective).
-
-        Args:
-            policies: of the units.
-            user: of the reduction between nodes, as for `ProcessGroups.of_partition`.
-        """
+    def _kind(self, policies: ShardingPolicies, reduction: GradientReduction | None) -> UnitKind:
+        """How FSDP2 keeps units with these policies, and what sums their shards between nodes (collective)."""
         # FSDP2 wants a process group, also of one process that was not launched.
         if not dist.is_initialized():
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -245,7 +249,7 @@ class Placement:
         return UnitKind(
             policies,
             DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("shard",)),
-            self._reduction(policies.replica_groups, user),
+            reduction,
             all_gather,
             reduce_scatter,
             self._nodes_of(stages) if policies.reshards_to_node else None,
@@ -276,29 +280,6 @@ class Placement:
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         gather = TwoStageAllGather(stages, self.clock)
         return gather, TwoStageReduceScatter(stages, self.clock, dtype=dtype), stages
-
-    def _reduction(self, partition: tuple[tuple[int, ...], ...], user: str = "") -> GradientReduction | None:
-        """What sums gradients over this rank's group of a partition (collective); None if groups have one rank."""
-        # The same on all ranks: all groups of a partition have one rank, or none has.
-        if len(partition[0]) == 1:
-            return None
-        if self.reduction is not None:
-            return self.reduction
-        group = self.groups.of_partition(partition, self.topology.rank, user)
-        return self._make_reduction(group, make_second_group(self.communication, partition))
-
-    def _make_reduction(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None) -> GradientReduction:
-        # A checkpoint saves what these keep from step to step, in the order of making.
-        self._made.append(make_reduction(self.communication, group, second_group))
-        return self._made[-1]
-
-    def _reduction_of(self, ranks: tuple[int, ...], user: str = "") -> GradientReduction | None:
-        """What sums gradients over some ranks (collective over the world, members or not); None for one rank."""
-        if len(ranks) == 1:
-            return None
-        group = self.groups.of_ranks(ranks, user)
-        second_group = make_second_group(self.communication, [ranks])
-        return self._make_reduction(group, second_group) if self.topology.rank in ranks else None
 
 
 def _keep_alike(first: ShardingPolicies, second: ShardingPolicies) -> bool:

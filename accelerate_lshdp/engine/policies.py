@@ -38,14 +38,16 @@ class ShardingPolicies:
         strategy: the strategy that was resolved.
         mechanism: what carries it out.
         shard_groups: groups of ranks that share one copy of the parameters; every rank is in exactly one.
-        replica_groups: groups of ranks that hold the same shard and sum its gradient between nodes; every rank is in
-            exactly one (where nodes with shared memory have different numbers of ranks: in at least one); groups of
-            one rank mean that nothing travels this way.
+        replica_groups: groups of ranks, one a node, that sum gradients between nodes: those of the shard that they
+            hold, or of some of the buffers that the ranks of their node have summed; every rank is in exactly one
+            (where nodes have different numbers of ranks: in at least one); groups of one rank mean that nothing
+            travels this way.
         reshard_after_forward: whether units drop gathered parameters between forward and backward.
         gather_once_a_step: whether gathered parameters stay until the last backward of an optimizer step.
         offload: FSDP2's offload policy; the host copy is pinned only for devices that can use it.
         precision: FSDP2's precision of units; gradients are always reduced in fp32 (or the parameters' own precision).
         output_dtype: precision of the whole model's floating-point outputs, None: as computed.
+        shares_memory: whether ranks of a node can sum, in memory that all of them map, gradients that each has whole.
         notice: what the user should know about the choice, or None.
         of_stores: the policies of each store that units of the model may have, where these differ; empty: all units
             follow the policies above.
@@ -61,6 +63,7 @@ class ShardingPolicies:
     offload: OffloadPolicy
     precision: MixedPrecisionPolicy
     output_dtype: torch.dtype | None
+    shares_memory: bool
     notice: str | None = None
     of_stores: Mapping[UnitStore, ShardingPolicies] = field(default_factory=dict)
     reshards_to_node: bool = False
@@ -161,7 +164,8 @@ def resolve_policies(
         strategy=strategy,
         mechanism=mechanism,
         shard_groups=groups,
-        replica_groups=_replica_groups(groups),
+        # Whole copies are summed inside their node first, so between nodes they travel as a node's shards do.
+        replica_groups=replica_groups(groups if strategy.is_world_sharded else topology.node_groups),
         reshard_after_forward=reshards if reshard_after_forward is None else reshard_after_forward,
         gather_once_a_step=gathered is Gathered.EACH_STEP,
         offload=CPUOffloadPolicy(pin_memory=pinned) if strategy.is_offloaded else OffloadPolicy(),
@@ -169,11 +173,17 @@ def resolve_policies(
         # Only the root converts its output: FSDP2's output_dtype on a block would hand fp32 to the next block.
         precision=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None),
         output_dtype=torch.float32 if compute else None,
+        shares_memory=(
+            device_type == "cpu"
+            and intra_node != "collectives"
+            and max(topology.node_sizes) > 1
+            and NodeMemory.missing() is None
+        ),
         notice=notice,
     )
 
 
-def _replica_groups(shard_groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks with the same place in their shard groups; in smaller ones ranks take several places in turn."""
-    places = range(max(map(len, shard_groups)))
-    return tuple(tuple(group[place % len(group)] for group in shard_groups) for place in places)
+def replica_groups(groups: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks with the same place in their groups; in smaller ones ranks take several places in turn."""
+    places = range(max(map(len, groups)))
+    return tuple(tuple(group[place % len(group)] for group in groups) for place in places)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -137,18 +138,19 @@ def make_sender(
 ) -> ShardReduction | None:
     """The reduction that sends a rank's gradients as its strategy does (collective: it makes process groups).
 
-    None where no gradient travels during the backward: on one node, and under the world-sharded strategies, whose
-    ranks wait for all exchanges.
+    None where no gradient travels during the backward: on one node, but for whole copies that cannot be summed in
+    memory, and under the world-sharded strategies, whose ranks wait for all exchanges.
     """
-    if len(policies.replica_groups[0]) == 1:
-        return None
+    partition = policies.replica_groups
+    if len(partition[0]) == 1:
+        if len(policies.shard_groups) == 1 or len(policies.shard_groups[0]) > 1 or policies.shares_memory:
+            return None
+        partition, communication = (tuple(chain(*policies.shard_groups)),), Communication()
     # Groups of its own: gloo tells messages of a group apart by their order only, and a rank that fails in the middle
     # leaves messages unanswered.
-    groups = {
-        ranks: (new_group(ranks), make_second_group(communication, [ranks])) for ranks in policies.replica_groups
-    }
+    groups = {ranks: (new_group(ranks), make_second_group(communication, [ranks])) for ranks in partition}
     # Several where other nodes have more ranks that share the work.
     mine = [made for ranks, made in groups.items() if rank in ranks]
     reductions = [make_reduction(communication, *made) for made in mine]
     own_groups = [group for made in mine for group in made if group is not None]
-    return ShardReduction(reductions, len(policies.replica_groups), raise_if_another_failed, own_groups)
+    return ShardReduction(reductions, len(partition), raise_if_another_failed, own_groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from payload_counting import count_one_step, gathered_parameters
+from payload_counting import count_one_step, gathered_parameters, sent_by_nodes
 
 from accelerate_lshdp.documents.strategy import Strategy
 
@@ -65,3 +65,26 @@ def test_bytes_of_a_step_without_shared_memory(workers, strategy, micro_batches,
             "all_to_all": micro_batches * total,
         }
         assert counted["payload"] == pytest.approx(formula, abs=TOLERANCE * sum(formula.values()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "intra_node"),
+    [
+        ("ddp", (2, 2), "auto"),
+        ("ddp", (1, 2), "auto"),
+        ("ddp", (2, 2), "collectives"),
+        ("ddp", (1, 2), "collectives"),
+        ("group_sharding", (1, 2), "collectives"),  # as on GPUs: one rank a shard group
+    ],
+)
+def test_whole_copies_send_between_nodes_what_one_copy_a_node_sends(workers, strategy, nodes, intra_node):
+    """2 (N-1)/N of the gradients for N nodes, not ranks: what a node's ranks have is summed inside the node first."""
+    whole = workers(sum(nodes)).run(count_one_step, strategy, 2, "fp32", 1, None, intra_node, nodes=nodes)
+    shared = workers(sum(nodes)).run(count_one_step, "lsdp", 2, "fp32", 1, nodes=nodes)
+    assert sent_by_nodes(whole, nodes) == pytest.approx([whole[0]["total"]] * 2, rel=TOLERANCE)
+    assert sent_by_nodes(whole, nodes) == pytest.approx(sent_by_nodes(shared, nodes), rel=TOLERANCE)
+
+
+def test_whole_copies_on_one_node_send_nothing_through_sockets(workers):
+    for counted in workers(2).run(count_one_step, "ddp", 1, "fp32", 1, nodes=(2,)):
+        assert sum(counted["payload"].values()) < TOLERANCE * counted["total"]

@@ -14,7 +14,9 @@ from training_cases import collate, make_optimizer, relative_error
 from accelerate_lshdp import LSHDPAccelerator
 
 
-whole = pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,)), ("lsdp", (1, 1))])
+whole = pytest.mark.parametrize(
+    ("strategy", "nodes"), [("ddp", (1, 1)), ("ddp", (2,)), ("lsdp", (2,)), ("lsdp", (1, 1))]
+)
 
 
 def attached(model: nn.Module) -> list[tuple]:

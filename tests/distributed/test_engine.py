@@ -24,7 +24,12 @@ from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import UnitError, choose_units
 from accelerate_lshdp.engine.wire import formats
-from accelerate_lshdp.engine.wire.reduction import ExactReduction, OrderedReductions, PendingReduction
+from accelerate_lshdp.engine.wire.reduction import (
+    ExactReduction,
+    GradientReduction,
+    OrderedReductions,
+    PendingReduction,
+)
 from accelerate_lshdp.runtime.topology import Topology, TopologyError
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -86,7 +91,7 @@ def test_every_format_of_the_table_has_a_reduction():
 @pytest.mark.parametrize(
     ("strategy", "offloaded", "resharded", "shard_groups", "replica_groups"),
     [
-        ("ddp", False, True, ((0,), (1,), (2,), (3,)), ((0, 1, 2, 3),)),
+        ("ddp", False, True, ((0,), (1,), (2,), (3,)), ((0, 2), (1, 3))),
         ("zero2", False, False, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
         ("fsdp", False, True, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
         ("fsdp_offload", True, True, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
@@ -115,7 +120,7 @@ def test_policies_of_two_nodes_with_two_gpus(strategy, offloaded, resharded, sha
 
 def test_uneven_nodes_get_one_rank_a_shard_group_and_are_told():
     policies = resolve_policies(Strategy.LSDP, Topology(0, (1, 2)), device_type="cuda")
-    assert policies.shard_groups == ((0,), (1,), (2,)) and policies.replica_groups == ((0, 1, 2),)
+    assert policies.shard_groups == ((0,), (1,), (2,)) and policies.replica_groups == ((0, 1), (0, 2))
     assert "one full copy of the parameters for each rank" in policies.notice
     assert resolve_policies(Strategy.FSDP, Topology(0, (1, 2)), device_type="cuda").notice is None
 
@@ -222,11 +227,11 @@ def test_a_buffer_that_never_came_or_came_twice_is_an_error():
         reductions.ready(1, torch.tensor(1), [])
 
 
-class Slow:
+class Slow(GradientReduction):
     """A reduction of two equal ranks that is carried out as late as possible, in the order in which it was started."""
 
     def __init__(self) -> None:
-        self.group = self
+        super().__init__(self)
         self.waiting: list[torch.Tensor] = []
 
     def size(self) -> int:

@@ -119,6 +119,15 @@ SPECIAL = [
     Setting("lsdp", (1, 2, 2, 3), (2, 2), short_batch=1, epochs=2),
     Setting("ddp", ((1, 2), (2, 2)), (1, 1), short_batch=1, model="gpt2"),
     Setting("fsdp", (1, 1, 2), (1, 2), short_batch=1, epochs=3, steps=1, model="gpt2"),
+    # Whole copies that are summed inside the node first: in memory, or by collectives as on GPUs.
+    Setting("ddp", (1, 2, 2, 3), (2, 2), model="gpt2"),
+    Setting("ddp", ((2, 2), (1, 2), (1, 2), (1, 2)), (2, 2), set_to_none=False, clip_value=0.01),
+    Setting("ddp", ((2, 1), (1, 3), (1, 1)), (1, 2), unequal_accumulation=True),
+    Setting("ddp", (3, 1, 2), (1, 2), dtype="float32", steps=20),
+    Setting("ddp", (1, 2, 2, 3), (2, 2), model="gpt2", intra_node="collectives"),
+    Setting("ddp", ((2, 1), (1, 3), (1, 1)), (1, 2), unequal_accumulation=True, intra_node="collectives"),
+    Setting("ddp", (3, 2), (2,), intra_node="collectives"),
+    Setting("lsdp", (3, 1, 2), (1, 2), model="gpt2", intra_node="collectives"),
 ]
 
 

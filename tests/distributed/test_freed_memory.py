@@ -46,6 +46,7 @@ def train_and_drop(strategy: str, dtype: str, sizes: tuple[int, ...]) -> tuple[i
     [
         ("ddp", "fp32", (1, 1)),
         ("ddp", "int8", (1, 1)),
+        ("ddp", "fp32", (2,)),
         ("lsdp", "fp32", (2,)),
         ("lsdp", "powersgd", (1, 1)),
         ("fsdp", "fp32", (1, 1)),

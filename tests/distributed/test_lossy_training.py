@@ -57,6 +57,7 @@ def train(dtype: str, strategy: str, sizes: tuple, steps: int = 4) -> dict:
     ("strategy", "sizes", "nodes"),
     [
         ("ddp", (3, 1, 2), (1, 2)),
+        ("ddp", (3, 1, 2, 2), (2, 2)),
         ("lsdp", (3, 1, 2), (1, 2)),
         ("lsdp", ((3, 2), (1, 2)), (1, 1)),
         pytest.param("group_sharding", (3, 1, 2, 2), (2, 2), marks=pytest.mark.slow),

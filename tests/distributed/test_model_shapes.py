@@ -79,6 +79,7 @@ def branching_reference(skip_block: bool) -> dict:
         ("fsdp", (1, 1), False, "auto"),
         ("zero2", (2,), False, "auto"),
         ("lsdp", (2,), True, "auto"),
+        ("ddp", (2,), True, "auto"),
     ],
 )
 def test_parameters_unused_on_one_rank_or_on_all(workers, strategy, nodes, skip_block, intra_node):

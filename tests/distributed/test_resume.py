@@ -149,6 +149,8 @@ SAME_PLAN = [
     ("lsdp", (5, 3), (1, 1), {"communication": INT8}),
     ("ddp", (5, 3), (1, 1), {"communication": POWERSGD, "own_accumulation": 2}),
     ("lsdp", (3, 1, 2, 2), (2, 2), {"communication": POWERSGD}),
+    ("ddp", (3, 1, 2, 2), (2, 2), {"communication": INT8}),
+    ("ddp", (3, 1, 2), (1, 2), {"communication": POWERSGD | COLLECTIVES}),
     ("osdp", (3, 1, 2, 2), (2, 2), {"dropout": True, "communication": MIXED}),
 ]
 

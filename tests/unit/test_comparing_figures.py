@@ -23,9 +23,9 @@ SIZE = ModelSize(800, 800, (300, 300))
     [
         # Ring all-reduce over all ranks: 2 (W-1)/W.
         ("torch_ddp", 1200, 1200),
-        ("ddp", 1200, 1200),
-        # Shards between nodes: 2 (N-1)/N.
+        # Over one rank a node, of shards or of what the node has summed: 2 (N-1)/N.
         ("torch_hsdp", 1200, 800),
+        ("ddp", 1200, 800),
         ("lsdp", 1200, 800),
         ("group_sharding", 1200, 800),
         # Blocks gathered twice and the root once, (600 * 2 + 200) * 3/4; gloo reduces and scatters by an all-reduce.
@@ -40,6 +40,15 @@ def test_bytes_of_each_strategy(strategy: str, four_nodes: float, two_by_two: fl
     assert formula_bytes(Case(strategy), [1, 1, 1, 1], SIZE) == pytest.approx([four_nodes] * 4)
     assert formula_bytes(Case(strategy), [2, 2], SIZE) == pytest.approx([two_by_two] * 2)
     assert formula_bytes(Case(strategy), [2], SIZE) == [0.0]
+
+
+def test_bytes_of_nodes_with_different_numbers_of_ranks() -> None:
+    by_nodes = [formula_bytes(Case(strategy), [1, 2], SIZE) for strategy in ("ddp", "hdp", "lsdp", "group_sharding")]
+    assert by_nodes == [pytest.approx([800, 800])] * 4
+    by_ranks = [formula_bytes(Case(strategy), [1, 2], SIZE) for strategy in ("torch_ddp", "torch_hsdp")]
+    assert by_ranks == [pytest.approx([4 / 3 * 800] * 2)] * 2
+    # As int8, with its scales.
+    assert formula_bytes(Case("ddp", "int8"), [1, 2], SIZE) == pytest.approx([200 * (1 + 4 / 1024)] * 2)
 
 
 def test_bytes_of_formats_and_of_several_micro_batches() -> None:

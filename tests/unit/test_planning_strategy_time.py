@@ -55,10 +55,12 @@ def test_a_network_that_costs_nothing_leaves_computing_and_the_optimizer(strateg
         # In units of all parameters; a quarter of them (the root) is gathered once a micro-batch.
         ("ddp", (1, 1, 1, 1), 1, 1.5),
         ("hdp", (1, 1, 1, 1), 3, 1.5),
-        ("ddp", (2, 2), 1, 1.5),
+        ("ddp", (2, 2), 1, 1.0),
+        ("hdp", (1, 2), 1, 1.0),
+        ("torch_ddp", (2, 2), 1, 1.5),
         ("lsdp", (1, 1, 1, 1), 1, 1.5),
         ("lsdp", (2, 2), 3, 1.0),
-        ("lshdp", (1, 2), 1, 4 / 3),
+        ("lshdp", (1, 2), 1, 1.0),
         ("group_sharding", (2, 2), 1, 1.0),
         ("fsdp", (1, 1, 1, 1), 1, 0.75 * (2 * 0.75 + 0.25 + 1)),
         ("fsdp", (1, 1, 1, 1), 3, 0.75 * (3 * (2 * 0.75 + 0.25) + 1)),
@@ -222,12 +224,27 @@ def test_world_sharded_strategies_use_links_inside_nodes_and_to_devices() -> Non
     assert predict("fsdp", (2,), link=FREE).seconds == pytest.approx(0.6)
     assert predict("fsdp", (2,), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
     assert predict("fsdp", (2, 2), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.11)
-    assert predict("ddp", (2,), link=FREE, inside=LinkCost(0, 1e-8)).seconds > 0.6 + 0.2
     # Where the ring goes through both kinds of links, the slower one counts.
-    assert predict("ddp", (2, 2), inside=inside).seconds == pytest.approx(predict("ddp", (2, 2)).seconds)
+    assert predict("torch_ddp", (2,), link=FREE, inside=LinkCost(0, 1e-8)).seconds > 0.6 + 0.2
+    assert predict("torch_ddp", (2, 2), inside=inside).seconds == pytest.approx(predict("torch_ddp", (2, 2)).seconds)
     offloaded = {"link": FREE, "device_link": inside}
     assert predict("fsdp_offload", **offloaded).seconds == pytest.approx(0.6 + 0.11)
     assert predict("fsdp", **offloaded).seconds == pytest.approx(0.6)
+
+
+def test_whole_copies_are_summed_inside_the_node_first() -> None:
+    # 80 MB to one rank of the node, and the sum back; nothing travels from a node that is alone.
+    inside, free = LinkCost(0, 1e-9), predict("ddp", (2, 2), link=FREE).seconds
+    assert [free, predict("ddp", (2,)).seconds] == pytest.approx([0.6, 0.6])
+    assert predict("ddp", (2,), inside=inside).seconds == pytest.approx(0.6 + 0.16)
+    assert predict("ddp", (2, 2), link=FREE, inside=inside).seconds == pytest.approx(0.6 + 0.16)
+    assert predict("ddp", (1, 2), link=FREE, inside=inside).bytes_inside_nodes == pytest.approx((0, 160e6))
+    # With streams while the backward goes on.
+    assert predict("ddp", (2, 2), inside=inside, streams=True).seconds == pytest.approx(predict("ddp", (2, 2)).seconds)
+    # Processors move it, or only add it up in memory that they share.
+    costs = {"communication_costs": (CommunicationCost(seconds_per_byte=1e-9),) * 2, "link": FREE}
+    sockets, shared = (predict("ddp", (2, 2), shared_memory=memory, **costs).seconds for memory in (False, True))
+    assert free < shared < sockets - 0.1
 
 
 def test_accumulation_sends_once_but_gathers_in_every_micro_batch() -> None:

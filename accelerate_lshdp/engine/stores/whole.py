@@ -19,20 +19,19 @@ from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedRed
 
 
 class _Bucket:
-    """Some parameters and the flat buffer in which their gradients travel."""
+    """Some parameters, by their indices, and the flat buffer in which their gradients travel."""
 
-    def __init__(self, members: Sequence[tuple[int, nn.Parameter]]) -> None:
-        self.indices = [index for index, _ in members]
-        self.shapes = [parameter.shape for _, parameter in members]
-        first = members[0][1]
-        self.buffer = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
-        pieces = self.buffer.split([p.numel() for _, p in members])
-        self.views = {i: piece.view(p.shape) for (i, p), piece in zip(members, pieces, strict=True)}
+    def __init__(self, indices: Sequence[int], members: Sequence[nn.Parameter], buffer: torch.Tensor) -> None:
+        self.indices = indices
+        self.shapes = [parameter.shape for parameter in members]
+        self.buffer = buffer
+        pieces = buffer.split([p.numel() for p in members])
+        self.views = {i: piece.view(p.shape) for i, p, piece in zip(indices, members, pieces, strict=True)}
         self.filled: set[int] = set()  # indices of the parameters whose gradient is in the buffer in this backward
 
 
 class WholeStore(Store):
-    """Parameters that are whole on every rank.
+    """Parameters that are whole on every rank (collective to make, as its buffers are).
 
     A gradient is scaled by 1/world when it enters its bucket and summed over ranks, so a gradient that is already the
     same on all ranks stays as it is: backward passes may be synchronised one by one or accumulated first. Beside other
@@ -68,7 +67,7 @@ class WholeStore(Store):
         self._parameters = [p for p in own if p.requires_grad]
         self._earlier: dict[int, torch.Tensor] = {}  # gradients that were final before this backward
         self._final: set[int] = set()  # parameters whose .grad is the sum over all ranks
-        self._buckets = self._fill_buckets(bucket_bytes, reducing_ranks) if reduction is not None else []
+        self._buckets = self._fill_buckets(reduction, bucket_bytes, reducing_ranks) if reduction is not None else []
         self._bucket_of = {i: (n, bucket) for n, bucket in enumerate(self._buckets) for i in bucket.indices}
         self._reductions = (
             OrderedReductions(reduction, context.clock, len(self._buckets)) if reduction is not None else None
@@ -84,9 +83,12 @@ class WholeStore(Store):
         device = next(self.module.parameters()).device
         return is_noop_conversion(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
-    def _fill_buckets(self, bucket_bytes: int | None, reducing_ranks: int) -> list[_Bucket]:
+    def _fill_buckets(
+        self, reduction: GradientReduction, bucket_bytes: int | None, reducing_ranks: int
+    ) -> list[_Bucket]:
         buckets = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
-        return [_Bucket([(index, self._parameters[index]) for index in bucket]) for bucket in buckets]
+        members = [[self._parameters[index] for index in bucket] for bucket in buckets]
+        return [_Bucket(*made) for made in zip(buckets, members, reduction.make_buffers(members), strict=True)]
 
     def _hook(self, index: int):  # noqa: ANN202 - a closure for autograd
         reference = weakref.ref(self)  # a cycle through a hook of autograd would never be collected
@@ -191,3 +193,7 @@ class WholeStore(Store):
         self._final.clear()
         if self._reductions is not None:
             self._reductions.reset()
+
+    def close(self) -> None:
+        if self._reductions is not None:
+            self._reductions.reduction.close()

@@ -53,8 +53,9 @@ def wire_format(name: str) -> Callable[[type[GradientReduction]], type[GradientR
 class GradientReduction(ABC):
     """Sums flat gradient buffers over a group of ranks, started during the backward and finished after it.
 
-    Contract: all ranks of the group start the same buffers in the same order; ``start`` returns at once; the buffer
-    must not be touched until ``wait`` has returned; then it holds bit-identical values on all ranks of the group.
+    Contract: all ranks of the group start the same buffers in the same order, and wait for them in that order;
+    ``start`` returns at once; the buffer must not be touched until ``wait`` has returned; then it holds bit-identical
+    values on all ranks of the group.
 
     Args:
         group: the ranks that sum.
@@ -84,6 +85,25 @@ class GradientReduction(ABC):
     def wire_bytes(cls, communication: Communication, buffer: torch.Tensor, shapes: Sequence[torch.Size]) -> int:
         """Bytes of the all-reduce that sends as much as is sent for a buffer, after exact first steps."""
         return buffer.numel() * buffer.element_size()
+
+    def make_buffers(self, members: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Makes the buffers in which a model's gradients are started, before the first one (collective).
+
+        Args:
+            members: of each buffer, in the order of their indices: the parameters whose gradients lie in it one after
+                the other.
+
+        Returns:
+            1-D, zeros.
+        """
+        return [
+            torch.zeros(sum(p.numel() for p in of_one), dtype=of_one[0].dtype, device=of_one[0].device)
+            for of_one in members
+        ]
+
+    def close(self) -> None:
+        """Ends what serves it in threads of its own; no rank waits for another one."""
+        return
 
     @abstractmethod
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:

@@ -139,12 +139,14 @@ def rank_memory(
     if communication_dtype not in WIRE_FORMATS:
         raise ValueError(f"found format {communication_dtype!r}, expected one of {', '.join(WIRE_FORMATS)}")
     memory = []
-    for share in group_sizes(traits, nodes):
+    for share, ranks in zip(group_sizes(traits, nodes), nodes, strict=True):
         gradients = counts.trainable * each.gradient / share
         if traits.shared_by is SharedBy.WORLD:
             communication = 0.0  # compressed and summed unit by unit
         else:
-            communication = gradients * WIRE_FORMATS[communication_dtype].kept_share * (len(nodes) > 1)
+            # Each shard, and each bucket that a node has summed, is compressed by one rank of the node.
+            compressed = counts.trainable * each.gradient / ranks
+            communication = compressed * WIRE_FORMATS[communication_dtype].kept_share * (len(nodes) > 1)
         if traits.shared_by is SharedBy.NOBODY:
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered  # autocast's copy
             if traits.is_plain:

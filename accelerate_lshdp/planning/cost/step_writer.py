@@ -62,7 +62,10 @@ class StepWriter:
         self.node_of_rank = np.repeat(np.arange(len(self.nodes)), self.nodes)
         self.group = np.array(group_sizes(self.traits, self.nodes))[self.node_of_rank]
         self.shares_inside = self.traits.shared_by is SharedBy.NODE and self.group.max() > 1
-        self.in_memory = self.shares_inside and cluster.shared_memory
+        # Our whole copies are summed inside each node before they travel, and plain ones in one ring over all ranks.
+        copies = self.traits.shared_by is not SharedBy.WORLD and not self.shares_inside and not self.traits.is_plain
+        self.sums_inside = copies and max(self.nodes) > 1
+        self.in_memory = (self.shares_inside or self.sums_inside) and cluster.shared_memory
         # Whether computing stops for every exchange: world-sharded strategies on devices without streams.
         self.blocks = not (self.traits.overlaps or cluster.streams)
         # FSDP2 works on units whatever the size of its groups; the engine uses it where ranks share a copy.
@@ -203,8 +206,8 @@ class StepWriter:
         """
         if self.load_is_known:
             return (0.0,) * len(self.nodes)
-        # A bucket that lies in a node's shared memory is sent by one rank of the node.
-        ranks = [1] * len(self.nodes) if self.in_memory else self.nodes
+        # A bucket that lies in a node's shared memory, or that the node has summed, is sent by one rank of the node.
+        ranks = [1] * len(self.nodes) if self.in_memory or self.sums_inside else self.nodes
         return tuple(
             float(
                 handled * (own.seconds_per_byte_inside if inside else own.seconds_per_byte)
@@ -251,6 +254,22 @@ class StepWriter:
             seconds[ranks] += max(handled * own.seconds_per_byte_inside + count * own.seconds_per_collective, wire)
         return seconds
 
+    def _sum_inside_seconds(self, payload: float) -> np.ndarray:
+        """Seconds of each rank for summing `payload` bytes of whole gradients inside its node and getting the sum."""
+        seconds = np.zeros(len(self.group))
+        for node, count in enumerate(self.nodes if self.sums_inside else ()):
+            ranks = self.node_of_rank == node
+            # To one rank and back: all others send theirs, and get the sum.
+            handled, own, link = 2 * (count - 1) * payload, self.cluster.communication_costs[node], self.cluster.inside
+            if self.in_memory:
+                seconds[ranks] = _SHARED_MEMORY_SHARE * handled * own.seconds_per_byte
+            elif count > 1:
+                self.inside_bytes[node] += handled
+                wire = link.seconds(2 * payload, 2) if link is not None else 0.0
+                taken = handled * own.seconds_per_byte_inside + 2 * count * own.seconds_per_collective
+                seconds[ranks] = max(taken, wire)
+        return seconds
+
     def _exposed_seconds(self, exchange: np.ndarray, compute: np.ndarray) -> np.ndarray:
         """Seconds that an exchange adds to computing: all of it, or with streams what computing does not hide."""
         return np.maximum(0.0, exchange - compute) if self.cluster.streams else exchange
@@ -258,7 +277,8 @@ class StepWriter:
     def _conversion_seconds(self, gradient_bytes: float) -> np.ndarray:
         """Seconds of each rank for compressing `gradient_bytes` of fp32; decompressing them takes as long."""
         costs = np.array([cost.conversion_seconds_per_byte for cost in self.cluster.communication_costs])
-        copies = np.array(self.nodes)[self.node_of_rank] / self.group  # ranks of a node that convert the same
+        # Ranks of a node that convert the same. What they have summed is converted by one of them.
+        copies = np.ones(len(self.group)) if self.sums_inside else np.array(self.nodes)[self.node_of_rank] / self.group
         return 0.5 * gradient_bytes * costs[self.node_of_rank] * np.maximum(1, copies) * float(self.converts)
 
     # The two kinds of steps
@@ -294,10 +314,11 @@ class StepWriter:
             done = min(1.0, done + piece)  # the shares may sum to a little more than 1 by rounding
             ready = np.maximum(before, self._ready_seconds(done))
             exchanged = self._intra_node_seconds(piece * parameters) + self._intra_node_seconds(piece * gradients)
+            exchanged = exchanged + self._sum_inside_seconds(piece * gradients)
             extra = self._conversion_seconds(piece * gradients) + self._exposed_seconds(exchanged, ready - before)
             place = self._add_segment(ready - before, needs=last if self.blocks else None, extra=extra)
-            # On one node whose ranks share a copy, the exchange inside it has summed everything.
-            if len(self.nodes) > 1 or not self.shares_inside:
+            # On one node the exchange inside it has summed everything, but that of plain copies, which is a ring.
+            if len(self.nodes) > 1 or not (self.shares_inside or self.sums_inside):
                 last = self._add_transfer(self.collectives.all_reduce, piece * gradients * self.wire_share, place)
             before = ready
         self._add_segment(np.maximum(0.0, self.time + self.load - before), needs=last if self.blocks else None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,21 @@ class SharedBucket:
 
     Attributes:
         buffer: all of them, 1-D, in shared memory.
-        views: of each one.
-        owner: local rank that sums it between nodes and updates its parameters.
+        views: the parts of it that a rank adds to one by one: of each gradient, or of all of them together.
+        owner: local rank that sums it between nodes (and updates its parameters, where the node shares these).
         reduction: sums it between nodes; None on one node, and on ranks that do not own it.
+        shapes: of the gradients in it; None: those of the views.
     """
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     owner: int
     reduction: GradientReduction | None
+    shapes: Sequence[torch.Size] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shapes is None:
+            self.shapes = [view.shape for view in self.views]
 
 
 @dataclass

@@ -120,7 +120,6 @@ class NodeReduction:
         Raises:
             RuntimeError: another rank has gone, failed, or did not come in time.
         """
-        table, backward = self._table, self._backward
         with self.clock.waiting():
             # The thread reads autograd's tensors until then; afterwards .grad is the place of the sum.
             self._wait(lambda: not self._queue and not self._busy, "add its gradients")
@@ -128,14 +127,18 @@ class NodeReduction:
                 return
             for index, bucket in enumerate(self._buckets):
                 if bucket.owner == self._rank:
-                    self._wait(lambda index=index: index in self._pending, "add their gradients")
-                    pending = self._pending.pop(index)
-                    if pending is not None:
-                        pending.wait()
-                    # Before it is published: other ranks of the node read the bucket as soon as they see that.
-                    complete(index)
-                    self._publish(table.final, index, backward)
-            self._wait(lambda: bool((table.final >= backward).all()), "sum gradients between nodes")
+                    self._finish_owned(index, complete)
+            self._wait(lambda: bool((self._table.final >= self._backward).all()), "sum gradients between nodes")
+
+    def _finish_owned(self, index: int, complete: Callable[[int], None] | None = None) -> None:
+        self._wait(lambda: index in self._pending, "add their gradients")
+        pending = self._pending.pop(index)
+        if pending is not None:
+            pending.wait()
+        # Before it is published: other ranks of the node read the bucket as soon as they see that.
+        if complete is not None:
+            complete(index)
+        self._publish(self._table.final, index, self._backward)
 
     def abandon(self) -> None:
         """Gives up a backward that failed on this rank; other ranks of the node stop waiting for this one.
@@ -379,7 +382,7 @@ class NodeReduction:
         pending = None
         if bucket.reduction is not None:
             with label("all_reduce"):
-                pending = bucket.reduction.start(bucket.buffer, index, [view.shape for view in bucket.views])
+                pending = bucket.reduction.start(bucket.buffer, index, bucket.shapes)
         with self._changed:
             self._owned.popleft()
             self._pending[index] = pending

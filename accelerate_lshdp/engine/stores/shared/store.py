@@ -22,13 +22,13 @@ from torch import nn
 
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
-from accelerate_lshdp.engine.stores.shared.bucket import SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
+from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
-from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose, NodeTable
-from accelerate_lshdp.engine.wire.buckets import fill_buckets, owners
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
+from accelerate_lshdp.engine.wire.buckets import fill_buckets
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.profiler_labels import label
@@ -103,11 +103,8 @@ class SharedStore(Store):
         places = [layout.place(p.numel() * p.dtype.itemsize) for p in everything]
         parameter_bytes = layout.bytes
         members = [[self._parameters[index] for index in bucket] for bucket in self._layout]
-        sizes = [sum(p.numel() * p.dtype.itemsize for p in bucket) for bucket in members]
-        buffers = [layout.place(size) for size in sizes]
-        table = NodeTable(len(topology.node_groups[topology.node]), len(sizes), len(self._parameters), layout)
+        made = NodeBuckets(topology, members, layout, numbers=len(self._parameters))
         memory = NodeMemory.create(topology, layout.bytes)
-        table.map(memory)
         with torch.no_grad():
             views = [memory.tensor(place, p.shape, p.dtype) for p, place in zip(everything, places, strict=True)]
             if topology.local_rank == 0:
@@ -119,28 +116,13 @@ class SharedStore(Store):
         for parameter, view in zip(everything, views, strict=True):
             parameter.data = view
         self._watch = ParameterWatch(everything, memory.tensor(0, (parameter_bytes // 4,), torch.int32))
-        by_node = [owners(sizes, len(ranks)) for ranks in topology.node_groups]
-        # Every rank asks for all groups: making one is collective.
-        reductions: dict[tuple[int, ...], GradientReduction | None] = {}
-        buckets = []
-        for number, (bucket, size, place) in enumerate(zip(members, sizes, buffers, strict=True)):
-            ranks = tuple(group[by_node[node][number]] for node, group in enumerate(topology.node_groups))
-            if ranks not in reductions:
-                reductions[ranks] = reduction_of(ranks)
-            dtype = bucket[0].dtype
-            buffer = memory.tensor(place, (size // dtype.itemsize,), dtype)
-            pieces = buffer.split([p.numel() for p in bucket])
-            shaped = [piece.view(p.shape) for piece, p in zip(pieces, bucket, strict=True)]
-            owner = by_node[topology.node][number]
-            mine = reductions[ranks] if owner == topology.local_rank else None
-            buckets.append(SharedBucket(buffer, shaped, owner, mine))
-        self._buckets = buckets
+        buckets = made.map(memory, reduction_of)
         self._views = {
             index: view
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        self._reduction = NodeReduction(memory, table, buckets, self.clock, timeout_seconds)
+        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
