@@ -141,8 +141,12 @@ def same_losses(found: list[float], expected: list[float], tolerance: float) -> 
     assert found == pytest.approx(expected, rel=0, abs=tolerance)
 
 
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
 def same_model(first: Path, second: Path) -> None:
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
+    ours, theirs = parameters_of(first), parameters_of(second)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -221,6 +225,28 @@ def test_bert_learns_to_tell_pieces_apart_and_writes_its_model(tmp_path: Path) -
     most_frequent = labels.bincount().max().item() / len(labels)
     assert found["accuracy"] > most_frequent + 0.1
     assert [model.config.id2label[i] for i in range(3)] == held_out.features["label"].names
+
+
+@pytest.mark.slow
+def test_a_masked_model_is_fine_tuned_as_a_classifier(
+    tmp_path: Path, short_text: dict[str, Any], few_pieces: dict[str, Any]
+) -> None:
+    """From its folder, as from a name on the Hub. Without a learning rate the encoder stays as it was."""
+    run_alone(BERT, tmp_path / "masked", max_train_steps=2, **short_text)
+    run_alone(
+        BERT,
+        tmp_path / "classifier",
+        model_name_or_path=tmp_path / "masked",
+        max_train_steps=2,
+        learning_rate=0.0,
+        **few_pieces,
+    )
+    before, after = (parameters_of(tmp_path / name) for name in ("masked", "classifier"))
+    encoder = [name for name in before if name.startswith("bert.")]
+    assert len(encoder) > 60 and all(torch.equal(before[name], after[name]) for name in encoder)
+    assert after["classifier.weight"].shape == (3, 128)
+    tokens = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("masked", "classifier")]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(
@@ -327,10 +353,6 @@ def alone_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[training]
 
     return of
-
-
-def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.timeout(240)  # a launch, and one process
