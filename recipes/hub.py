@@ -5,6 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoTokenizer
+
+
+NO_MODEL = "train one from scratch with --model_config, or give a local folder as --model_name_or_path"
 
 
 @contextmanager
@@ -26,3 +32,20 @@ def from_the_hub(what: str, without_the_hub: str) -> Iterator[None]:
             f"Could not load {what} from the Hugging Face Hub or from its local cache ({reason}). Check the name and "
             f"the connection to huggingface.co. Without the Hub: {without_the_hub}."
         ) from error
+
+
+def load_text_model(name_or_path: str, auto_class: Any, **options: Any) -> tuple[Any, Any]:
+    """A model of text and its tokenizer, of the Hub or of a folder.
+
+    Args:
+        name_or_path: as `from_pretrained` takes it.
+        auto_class: such as `AutoModelForCausalLM`.
+        **options: what else its `from_pretrained` is given.
+    """
+    with from_the_hub(f"the model {name_or_path}", NO_MODEL):
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model = auto_class.from_pretrained(name_or_path, **options)
+    # Resize only when necessary: the embedding may be larger than the vocabulary for speed.
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    return model, tokenizer

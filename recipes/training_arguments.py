@@ -1,9 +1,11 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The command line options that every recipe has: optimization, precision, checkpoints, tracking, the plan."""
+"""The command line options that every recipe has: model, optimization, precision, checkpoints, tracking, the plan."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterable
 
 from accelerate.state import AcceleratorState
 from learning_rate import LR_SCALINGS
@@ -16,6 +18,17 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """Parse a number above 0 and at most 1 (argparse `type`)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text!r}")
+    return value
+
+
 def checkpoint_interval(text: str) -> int | str:
     """Parse `--checkpointing_steps`: a number of optimizer steps, or `epoch` (argparse `type`)."""
     if text == "epoch":
@@ -26,6 +39,26 @@ def checkpoint_interval(text: str) -> int | str:
         raise argparse.ArgumentTypeError(
             f"expected a number of optimizer steps (at least 1) or 'epoch', found {text!r}"
         ) from None
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, configs: Iterable[str], named: str, new: str) -> None:
+    """Add the options that choose the model: a trained one by its name, or a new one by its configuration.
+
+    Args:
+        parser: of the recipe.
+        configs: names of configurations; the first is the default.
+        named: what `--model_name_or_path` may be.
+        new: what `--model_config` makes.
+    """
+    configs = list(configs)
+    parser.add_argument("--model_name_or_path", help=named)
+    parser.add_argument("--model_config", choices=configs, help=f"{new} (default: {configs[0]}).")
+
+
+def check_model_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with a message if the model is chosen twice."""
+    if args.model_name_or_path is not None and args.model_config is not None:
+        parser.error("--model_name_or_path and --model_config both choose the model: give one of them.")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +97,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "processes: multiply it by the ratio (linear), by its square root (sqrt), or leave it alone (default: none).",
     )
     group.add_argument("--weight_decay", type=float, default=0.01)
+    group.add_argument("--adam_epsilon", type=float, default=1e-8)
     group.add_argument("--lr_scheduler_type", default="linear", help="A scheduler name of transformers.get_scheduler.")
     group.add_argument("--num_warmup_steps", type=int, default=10, help="Optimizer steps of learning rate warmup.")
     group.add_argument("--max_grad_norm", type=float, default=1.0, help="0 turns gradient clipping off.")

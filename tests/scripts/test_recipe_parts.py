@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,15 +15,22 @@ from sklearn.datasets import load_digits
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import bert_text_tasks as bert  # noqa: E402
+import classification  # noqa: E402
 import embedded_data  # noqa: E402
 import evaluate  # noqa: E402
 import gpt2_causal_lm as gpt2  # noqa: E402
+import opt_causal_lm as opt  # noqa: E402
+import text_data  # noqa: E402
 import vit_image_classification as vit  # noqa: E402
 from accuracy import Accuracy  # noqa: E402
-from datasets import Dataset, DatasetDict, config  # noqa: E402
+from datasets import config  # noqa: E402
 from learning_rate import scaled_learning_rate  # noqa: E402
 
 from accelerate_lshdp import LSHDPAccelerator, Plan  # noqa: E402
+
+
+ALL = [vit, gpt2, opt, bert]
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +38,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("recipe", [vit, gpt2])
+@pytest.mark.parametrize("recipe", ALL)
 def test_defaults_need_no_download(recipe) -> None:
     args = recipe.parse_args(["--output_dir", "out"])
     assert args.dataset_name is None and args.model_name_or_path is None and args.plan is None
     assert args.report_to == "none" and args.checkpointing_steps is None and args.seed == 42
 
 
-@pytest.mark.parametrize("recipe", [vit, gpt2])
+@pytest.mark.parametrize("recipe", ALL)
 @pytest.mark.parametrize(("text", "parsed"), [("epoch", "epoch"), ("25", 25)])
 def test_checkpointing_steps(recipe, text: str, parsed: int | str) -> None:
     assert recipe.parse_args(["--output_dir", "out", "--checkpointing_steps", text]).checkpointing_steps == parsed
@@ -64,6 +69,11 @@ def test_checkpointing_steps(recipe, text: str, parsed: int | str) -> None:
         (gpt2, ["--dataset_name", "wikitext", "--train_file", "x.txt"], "give one of them"),
         (gpt2, ["--validation_file", "x.txt"], "needs --train_file"),
         (gpt2, ["--train_file", "x.docx"], "expected a file name that ends in .txt"),
+        (opt, ["--model_name_or_path", "x", "--model_config", "opt-125m"], "give one of them"),
+        (bert, ["--task", "translation"], "choose from"),
+        (bert, ["--mask_probability", "0"], "above 0 and at most 1, found '0'"),
+        (bert, ["--mask_probability", "15%"], "above 0 and at most 1, found '15%'"),
+        (bert, ["--validation_file", "x.txt"], "needs --train_file"),
     ],
 )
 def test_bad_arguments_are_refused(recipe, arguments: list[str], message: str, capsys) -> None:
@@ -92,49 +102,6 @@ def test_digits_are_all_there_and_held_out_ones_are_not_trained_on() -> None:
     assert rows("train") == [(np.asarray(row["image"]).tobytes(), row["label"]) for row in again["train"]]
 
 
-def test_text_is_the_standard_library_with_whole_modules_held_out() -> None:
-    assert not set(embedded_data.TRAIN_MODULES) & set(embedded_data.HELD_OUT_MODULES)
-    dataset = embedded_data.standard_library_dataset()
-    assert len(dataset["train"]) == len(embedded_data.TRAIN_MODULES)
-    import textwrap
-
-    assert dataset["validation"]["text"][-1] == Path(textwrap.__file__).read_text(encoding="utf-8")
-    assert not set(dataset["train"]["text"]) & set(dataset["validation"]["text"])
-
-
-def test_missing_standard_library_sources_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_data.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="argparse.py.*--train_file"):
-        embedded_data.standard_library_dataset()
-
-
-def test_tokenizer_is_the_same_on_every_rank_and_lossless() -> None:
-    texts = embedded_data.standard_library_dataset()["train"]["text"][:6]
-    first, second = (embedded_data.byte_level_tokenizer(texts, vocab_size=512) for _ in range(2))
-    assert len(first) == 512 and first.eos_token_id == first.bos_token_id == 0
-    assert first.get_vocab() == second.get_vocab()
-    text = "def naïve(x):\n\treturn x  # 漢字"
-    assert first.decode(first(text)["input_ids"]) == text
-    ids = [tokenizer(texts, verbose=False)["input_ids"] for tokenizer in (first, second)]
-    assert embedded_data.fingerprint(ids[0]) == embedded_data.fingerprint(ids[1])
-
-
-def test_fingerprint_sees_every_token_and_every_row_boundary() -> None:
-    data = ([[1, 2], [3]], [[1, 2], [4]], [[1], [2, 3]], [[1, 2]])
-    fingerprints = [embedded_data.fingerprint(rows) for rows in data]
-    assert len(set(fingerprints)) == 4
-    assert all(0 <= fingerprint < 2**63 for fingerprint in fingerprints)
-
-
-def test_ranks_with_different_texts_are_stopped() -> None:
-    dataset = DatasetDict(train=Dataset.from_dict({"input_ids": [[1, 2, 3]]}))
-    same = SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, here]))
-    gpt2.check_same_text(same, dataset)
-    other = SimpleNamespace(device="cpu", gather=lambda here: torch.cat([here, here + 1]))
-    with pytest.raises(RuntimeError, match="same version of Python"):
-        gpt2.check_same_text(other, dataset)
-
-
 def test_accuracy_counts_equal_ids() -> None:
     for metric in (Accuracy(keep_in_memory=True), evaluate.load(str(RECIPES / "accuracy.py"))):
         metric.add_batch(predictions=torch.tensor([1, 2, 3]), references=torch.tensor([1, 2, 0]))
@@ -144,15 +111,20 @@ def test_accuracy_counts_equal_ids() -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "load", "hint"),
-    [(vit, "load_images", "--train_dir"), (gpt2, "load_text", "--train_file")],
+    [
+        (vit, vit.load_images, "--train_dir"),
+        (gpt2, text_data.load_text, "--train_file"),
+        (bert, text_data.load_labelled_text, "--train_file"),
+    ],
+    ids=["images", "text", "labelled text"],
 )
-def test_dataset_of_an_unreachable_hub_is_explained(recipe, load: str, hint: str) -> None:
+def test_dataset_of_an_unreachable_hub_is_explained(recipe, load, hint: str) -> None:
     args = recipe.parse_args(["--output_dir", "out", "--dataset_name", "cifar10"])
     with pytest.raises(ConnectionError, match=f"the dataset cifar10 .*Without the Hub: .*{hint}"):
-        getattr(recipe, load)(args)
+        load(args)
 
 
-@pytest.mark.parametrize("recipe", [vit, gpt2])
+@pytest.mark.parametrize("recipe", ALL)
 def test_model_of_an_unreachable_hub_is_explained(recipe) -> None:
     args = recipe.parse_args(["--output_dir", "out", "--model_name_or_path", "some/model"])
     with pytest.raises(ConnectionError, match="the model some/model .*Without the Hub: .*--model_config"):
@@ -161,10 +133,10 @@ def test_model_of_an_unreachable_hub_is_explained(recipe) -> None:
 
 def test_metric_without_the_hub_is_the_own_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(vit.logger, "warning", lambda message: said.append(message))
-    assert isinstance(vit.load_metric(vit.parse_args(["--output_dir", "out"])), Accuracy)
+    monkeypatch.setattr(classification.logger, "warning", lambda message: said.append(message))
+    assert isinstance(classification.load_metric(vit.parse_args(["--output_dir", "out"])), Accuracy)
     assert said == []  # nothing of the embedded default comes from the Hub
-    metric = vit.load_metric(vit.parse_args(["--output_dir", "out", "--dataset_name", "cifar10"]))
+    metric = classification.load_metric(vit.parse_args(["--output_dir", "out", "--dataset_name", "cifar10"]))
     assert isinstance(metric, Accuracy)
     assert "recipes/accuracy.py" in said[0]
 
@@ -193,64 +165,38 @@ def test_folders_of_images(tmp_path: Path) -> None:
         vit.load_images(both)
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".json", ".jsonl", ".csv"])
-def test_files_of_text(tmp_path: Path, suffix: str) -> None:
-    lines = [f"line number {i}" for i in range(40)]
-    file = tmp_path / f"train{suffix}"
-    if suffix == ".txt":
-        file.write_text("\n".join(lines))
-    elif suffix == ".csv":
-        file.write_text("\n".join(["content", *lines]))
-    else:
-        file.write_text("\n".join(json.dumps({"content": line}) for line in lines))
-    dataset = gpt2.load_text(gpt2.parse_args(["--output_dir", "out", "--train_file", str(file)]))
-    assert (len(dataset["train"]), len(dataset["validation"])) == (38, 2)
-    assert sorted([*dataset["train"]["text"], *dataset["validation"]["text"]]) == sorted(lines)
-    args = gpt2.parse_args(["--output_dir", "out", "--train_file", str(file), "--text_column", "body"])
-    with pytest.raises(ValueError, match="--text_column"):
-        gpt2.load_text(args)
-
-
-def test_blocks_join_the_documents_and_lose_only_the_rest() -> None:
-    texts = ["import os\n", "print(1)\n" * 9, "x = 2\n"]
-    tokenizer = embedded_data.byte_level_tokenizer(texts, vocab_size=260)
-    split = Dataset.from_dict({"text": texts})
-    blocks = gpt2.group_into_blocks(DatasetDict(train=split, validation=split), tokenizer, 8)["train"]
-    joined = [token for text in texts for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    assert [token for row in blocks["input_ids"] for token in row] == joined[: len(joined) // 8 * 8]
-    assert blocks["labels"][:] == blocks["input_ids"][:]
-    with pytest.raises(ValueError, match="shorter than one block of 4000"):
-        gpt2.group_into_blocks(DatasetDict(train=split, validation=split), tokenizer, 4000)
-
-
-def test_block_longer_than_the_model_is_refused() -> None:
-    args = gpt2.parse_args(["--output_dir", "out", "--block_size", "257"])
-    with pytest.raises(ValueError, match="257 is longer than the model's 256 positions"):
-        gpt2.choose_block_size(args, SimpleNamespace(config=gpt2.GPT2Config(n_positions=256)))
-
-
-def test_evaluation_loss_is_weighted_by_tokens() -> None:
-    torch.manual_seed(0)
-    model = gpt2.GPT2LMHeadModel(gpt2.GPT2Config(n_positions=8, n_embd=16, n_layer=1, n_head=2, vocab_size=32))
-    ids = torch.randint(32, (5, 8))
-    labels = ids.clone()
-    for row, real in enumerate([8, 5, 1, 3, 2]):  # the third sample has no token to predict
-        labels[row, real:] = -100
-    batches = [{"input_ids": ids[:2], "labels": labels[:2]}, {"input_ids": ids[2:], "labels": labels[2:]}]
-    alone = SimpleNamespace(gather_for_metrics=lambda values: values)
-    loss, perplexity = gpt2.evaluate_model(alone, model, batches)
-    # transformers' own mean over all tokens of the one big batch
-    expected = model(input_ids=ids, labels=labels).loss.item()
-    assert loss == pytest.approx(expected, rel=1e-6)
-    assert perplexity == pytest.approx(np.exp(expected), rel=1e-6)
-
-
 @pytest.mark.parametrize(("name", "millions"), [("vit-l-32", 305.5), ("vit-l-16", 303.3), ("small", 0.894)])
 def test_vit_sizes(name: str, millions: float) -> None:
     """304 M for ViT-L/16 and 306 M for ViT-L/32 with 1,000 classes; here 10, 1 M less."""
     args = vit.parse_args(["--output_dir", "out", "--model_config", name])
     with torch.device("meta"):
         model, _ = vit.build_model(args, [str(i) for i in range(10)])
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+class TokenizerOf:
+    """A tokenizer with so many tokens as the Hub's of a model."""
+
+    bos_token_id = eos_token_id = pad_token_id = 0
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return self.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("opt-125m", 125.2), ("opt-350m", 331.2), ("opt-1.3b", 1315.8), ("bert-base", 109.5), ("bert-large", 335.2)],
+)
+def test_sizes_of_models_of_text(name: str, millions: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the Hub shows for the models of these names; BERT as a masked language model."""
+    recipe, made, tokens = (opt, "byte_level_tokenizer", 50272) if "opt" in name else (bert, "bert_tokenizer", 30522)
+    monkeypatch.setattr(recipe, made, lambda texts: TokenizerOf(tokens))
+    args = recipe.parse_args(["--output_dir", "out", "--model_config", name])
+    with torch.device("meta"):
+        model, _ = recipe.build_model(args, {"train": {"text": []}})
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
 
 
@@ -281,10 +227,20 @@ def test_the_learning_rate_follows_the_total_as_asked(
     assert messages == [] if said is None else said in messages[0]
 
 
-@pytest.mark.parametrize(("recipe", "millions"), [(vit, 0.894), (gpt2, 0.957)])
-def test_what_is_profiled_is_what_is_trained(recipe, millions: float) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "options", "millions"),
+    [
+        (vit, [], 0.894),
+        (gpt2, [], 0.957),
+        pytest.param(opt, [], 0.957, marks=pytest.mark.slow),
+        pytest.param(bert, [], 0.976, marks=pytest.mark.slow),
+        pytest.param(bert, ["--task", "classification"], 0.976, marks=pytest.mark.slow),
+    ],
+    ids=["vit", "gpt2", "opt", "bert masked", "bert classification"],
+)
+def test_what_is_profiled_is_what_is_trained(recipe, options: list[str], millions: float) -> None:
     LSHDPAccelerator(cpu=True)
-    subject = recipe.profiling_subject(["--output_dir", "out", "--learning_rate", "0.5"])
+    subject = recipe.profiling_subject(["--output_dir", "out", "--learning_rate", "0.5", *options])
     parameters = list(subject.model.parameters())
     assert sum(parameter.numel() for parameter in parameters) / 1e6 == pytest.approx(millions, rel=2e-3)
     updated = [parameter for group in subject.optimizer.param_groups for parameter in group["params"]]
@@ -295,7 +251,7 @@ def test_what_is_profiled_is_what_is_trained(recipe, millions: float) -> None:
     assert subject.loss(subject.model, batch).isfinite()
 
 
-@pytest.mark.parametrize("recipe", [vit, gpt2])
+@pytest.mark.parametrize("recipe", ALL)
 def test_profiling_another_precision_than_that_of_the_training_is_refused(recipe) -> None:
     LSHDPAccelerator(cpu=True)
     with pytest.raises(ValueError, match="would measure 'no'.*--mixed-precision bf16"):
