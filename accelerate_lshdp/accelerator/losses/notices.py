@@ -18,8 +18,8 @@ _SAY_IT = (
     "LSDP_LOSS_WEIGHTING in the environment"
 )
 _CONSEQUENCES = {
-    Composition.LABELS: "unequal batches count by that",
-    Composition.SHIFTED_LABELS: "unequal batches count by that",
+    Composition.LABELS: "so the loss of a rank counts by its number of these labels",
+    Composition.SHIFTED_LABELS: "so the loss of a rank counts by its number of these labels",
     Composition.SUM: "the sums of all batches are added",
     Composition.GLOBAL: "it is not weighted again",
 }
@@ -38,7 +38,7 @@ def tell_kind(name: str, opened: OpenLoss, everyone: list[SeenLoss]) -> None:
         )
     elif kind is not Composition.SAMPLES:
         by = ", as of other models of its class" if opened.by_class else ""
-        logger.warning(f"{which} was found to be {kind.value}{by}: {_CONSEQUENCES[kind]}")
+        logger.warning(f"{which} was found to be {kind.value}{by}, {_CONSEQUENCES[kind]}")
     if any(seen.has_auxiliary for seen in everyone):
         logger.warning(
             "the model adds an auxiliary loss (aux_loss) that is no mean over samples or labels; it counts like "

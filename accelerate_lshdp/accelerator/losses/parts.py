@@ -22,7 +22,7 @@ class Composition(Enum):
 
     SAMPLES = "the mean over samples"
     LABELS = "the mean over labels"
-    SHIFTED_LABELS = "the mean over labels but the first of each row"
+    SHIFTED_LABELS = "the mean over labels, less the first of each row, which no token predicts"
     SUM = "the sum over samples"
     GLOBAL = "divided by a number that is that of all ranks already"
     UNKNOWN = "something else"
