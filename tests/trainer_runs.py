@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from accelerate_lshdp import LSHDPTrainerMixin, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement
 
 
 WORDS = 23
@@ -165,6 +166,7 @@ def make_trainer(
     strategy: str = "ddp",
     variant: str = "",
     samples: int = 53,
+    placement: ModelPlacement | None = None,
 ) -> Trainer:
     """A plain Trainer if there are no sizes."""
     dataset = Sentences(samples, "rows" if kind == "rows" else "words")
@@ -180,7 +182,7 @@ def make_trainer(
     if sizes is None:
         return base(**given)
     unequal = len({size[1] for size in sizes if isinstance(size, tuple)}) > 1
-    plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=unequal)
+    plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=unequal, placement=placement)
     return type(f"LSHDP{base.__name__}", (LSHDPTrainerMixin, base), {})(**given, plan=plan)
 
 

@@ -15,6 +15,7 @@ from transformers import Trainer, set_seed
 from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPTrainerMixin, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
 PARAMETERS, LOSS = 5e-6, 1e-5
@@ -64,6 +65,18 @@ def test_parameters_and_logs_of_one_process(
     workers: WorkerPools, tmp_path: Path, kind: str, sizes: list[Any], steps: int, strategy: str
 ) -> None:
     check(workers, tmp_path, sizes, kind, {"gradient_accumulation_steps": steps}, strategy)
+
+
+def test_units_in_different_stores_train_as_one_process(workers: WorkerPools, tmp_path: Path) -> None:
+    """The layers keep their cache of keys and values out of what is computed twice."""
+    placement = ModelPlacement(
+        {
+            "": UnitPlacement(UnitStore.REPLICATE),
+            "transformer.h.0": UnitPlacement(UnitStore.NODE, checkpoint=True),
+            "transformer.h.1": UnitPlacement(UnitStore.WORLD, checkpoint=True),
+        }
+    )
+    check(workers, tmp_path, [6, 2], "gpt2", {}, "osdp", "", 53, placement)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "words"])
