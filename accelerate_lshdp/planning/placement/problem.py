@@ -161,6 +161,11 @@ class PlacementProblem:
         """Number of units."""
         return sum(len(kind.units) for kind in self.kinds)
 
+    @property
+    def computing(self) -> int:
+        """Nanoseconds of a step in which nothing is sent or recomputed: no step is shorter."""
+        return self.serial + sum(phase.times * phase.nanoseconds for phase in self.phases)
+
     def nanoseconds(self, counts: Counts) -> int:
         """Nanoseconds of a step: exact."""
         total = self.serial + self._sum(counts, lambda option: option.serial)

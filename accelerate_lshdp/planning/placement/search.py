@@ -91,17 +91,40 @@ def solve(
         None if no placement keeps all limits, or none was found among so many branches.
     """
     few = problem.unit_count < _FEW_UNITS
-    search = _Search(problem, (0.0 if few else _GAP) if gap is None else gap)
+    search = _Search(problem, Tables(problem), (0.0 if few else _GAP) if gap is None else gap)
     for counts in known:
         search.offer(search.tables.array_of(counts))
-    return search.run(most_branches or (_BRANCHES_OF_FEW if few else _BRANCHES))
+    return search.solution(search.explore(most_branches or (_BRANCHES_OF_FEW if few else _BRANCHES)))
+
+
+def find_room(problem: PlacementProblem) -> Counts | None:
+    """A placement that keeps all limits, however slow; None: there is none, or none was found."""
+    tables = Tables(problem)
+    tables.leave_out_time()
+    search = _Search(problem, tables, 0.0)
+    search.explore(_BRANCHES)
+    return None if search.best is None else tables.counts_of(search.best.astype(np.int64))
+
+
+def bound_of(problem: PlacementProblem) -> float:
+    """Nanoseconds that no placement within the limits undercuts: from one relaxation, which is soon done."""
+    tables = Tables(problem)
+    relaxation = relax(tables, Branch.whole(tables), start=_first_multipliers(tables), known=[], enough=np.inf)
+    return relaxation.bound * (1 - _ROUNDING) * tables.scale_time
+
+
+def _first_multipliers(tables: Tables) -> np.ndarray:
+    return np.r_[tables.times / 2, np.zeros(len(tables.right) - tables.phase_count)]
 
 
 class _Search:
-    def __init__(self, problem: PlacementProblem, gap: float) -> None:
-        self.problem, self.tables, self.gap = problem, Tables(problem), gap
+    def __init__(self, problem: PlacementProblem, tables: Tables, gap: float) -> None:
+        self.problem, self.tables, self.gap = problem, tables, gap
+        # No placement takes longer: a branch with a higher bound has none that keeps the limits.
+        self.beyond = tables.longest * (1 + 1e-6) + 1e-6
         self.best: np.ndarray | None = None
         self.best_time = np.inf
+        self.tried: set[bytes] = set()
 
     def offer(self, counts: np.ndarray) -> None:
         """Takes a placement as the best one if it keeps the limits and is faster."""
@@ -112,12 +135,12 @@ class _Search:
     @property
     def enough(self) -> float:
         """The bound from which on a branch is done."""
-        return self.best_time * (1 - max(self.gap, _ROUNDING)) if self.best is not None else np.inf
+        return self.best_time * (1 - max(self.gap, _ROUNDING)) if self.best is not None else self.beyond
 
-    def run(self, most_branches: int) -> Solution | None:
+    def explore(self, most_branches: int) -> _Node:
+        """Looks at branches until the best placement is known or there were too many; returns the tree's root."""
         root = _Node(Branch.whole(self.tables), -np.inf)
-        start = np.r_[self.tables.times / 2, np.zeros(len(self.tables.right) - self.tables.phase_count)]
-        self._bound(root, start, [])
+        self._bound(root, _first_multipliers(self.tables), [])
         # Ties in the order in which branches were made, so that every run is the same.
         queue, made = [(root.bound, 0, root)], 1
         bounded = 1
@@ -139,7 +162,7 @@ class _Search:
                 heapq.heappush(queue, (child.bound, made, child))
                 made += 1
             node.relaxation = None
-        return self._solution(root)
+        return root
 
     def _bound(self, node: _Node, start: np.ndarray, known: list[np.ndarray]) -> None:
         tables = self.tables
@@ -150,7 +173,9 @@ class _Search:
         improver = Improver(tables, relaxation.multipliers)
         for counts in [improver.rounded(relaxation.mixture), *relaxation.parts[:1]]:
             repaired = improver.repaired(counts)
-            if repaired is not None:
+            # Neighbouring branches often round to the same placement.
+            if repaired is not None and (key := repaired.tobytes()) not in self.tried:
+                self.tried.add(key)
                 self.offer(improver.improved(repaired))
                 if relaxation.bound >= self.enough:
                     return
@@ -193,7 +218,8 @@ class _Search:
 
     # What comes out
 
-    def _solution(self, root: _Node) -> Solution | None:
+    def solution(self, root: _Node) -> Solution | None:
+        """The best placement, with the tree as its proof; None: none was found."""
         if self.best is None:
             return None
         counts = self.tables.counts_of(self.best.astype(np.int64))

@@ -74,6 +74,17 @@ class Tables:
         """Number of phases; in columns they come before the rows of memory."""
         return len(self.times)
 
+    @property
+    def longest(self) -> float:
+        """A time that no placement exceeds."""
+        sends = np.maximum(0.0, self.columns[..., : self.phase_count]) @ self.times
+        return self.constant + float(self.units @ np.where(self.valid, self.base + sends, 0.0).max(1))
+
+    def leave_out_time(self) -> None:
+        """Makes all placements equally fast, so that only memory matters."""
+        self.base[:], self.columns[..., : self.phase_count], self.right[: self.phase_count] = 0.0, 0.0, 0.0
+        self.constant = 0.0
+
     def time(self, base: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Times of steps from sums of `base` and `columns`; any leading shape."""
         excess = columns[..., : self.phase_count] - self.right[: self.phase_count]

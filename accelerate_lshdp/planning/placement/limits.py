@@ -1,0 +1,90 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What the limits of memory allow: whether anything fits, the nearest limits that something fits, largest batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from accelerate_lshdp.planning.cuts.bisection import least_integer
+from accelerate_lshdp.planning.cuts.step_time import PlanningError
+from accelerate_lshdp.planning.placement.batches import Batch
+from accelerate_lshdp.planning.placement.inputs import PlacementCluster
+from accelerate_lshdp.planning.placement.problem import Counts, PlacementProblem
+from accelerate_lshdp.planning.placement.search import find_room
+
+
+#: The nearest limits are found to this part of them.
+_PRECISION = 2**20
+
+
+def require_room(problem: PlacementProblem) -> None:
+    """Checks that some placement keeps all limits.
+
+    Raises:
+        PlanningError: none does; it names limits, all by the same factor above those that were given, that one keeps.
+    """
+    if find_room(problem) is not None:
+        return
+    counts = _nearest_room(problem)
+    needs = [
+        f"{row.name} needs {need:,} bytes ({need / 1e9:.4g} GB) of {row.limit:,}"
+        for row, need in zip(problem.rows, problem.memory(counts), strict=True)
+        if need > row.limit
+    ]
+    raise PlanningError(
+        "found memory limits that no placement of the model's units keeps with these micro-batches. The nearest that one"
+        f" keeps: {'; '.join(needs)}. Raise the limits, or take smaller micro-batches"
+    )
+
+
+def _nearest_room(problem: PlacementProblem) -> Counts:
+    """The counts of the placement that keeps the limits with the smallest factor on all of them."""
+    found: dict[int, Counts] = {}
+
+    def has_room(parts: int) -> bool:
+        rows = tuple(replace(row, limit=row.limit * parts // _PRECISION) for row in problem.rows)
+        counts = find_room(replace(problem, rows=rows))
+        if counts is not None:
+            found[parts] = counts
+        return counts is not None
+
+    enough = _PRECISION
+    while not has_room(enough):
+        enough *= 2
+    return found[least_integer(enough // 2, enough, has_room)]
+
+
+def largest_micro_batches(problem_of: Callable[[Batch], PlacementProblem], cluster: PlacementCluster) -> list[int]:
+    """The largest micro-batch of each rank that some placement has room for while all others have one sample.
+
+    Args:
+        problem_of: the placement problem of a batch; it has room for one sample a rank.
+        cluster: the ranks.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank, row in enumerate(
+        zip(cluster.profiles, cluster.node_sizes_of_ranks, cluster.memory_limits, strict=True)
+    ):
+        profile, size, limit = row
+        groups.setdefault((profile.time, profile.max_micro_batch_size, size, limit), []).append(rank)
+    largest = [1] * cluster.world
+    for ranks in groups.values():
+
+        def is_too_much(samples: int, ranks: list[int] = ranks) -> bool:
+            sizes = [1] * cluster.world
+            for rank in ranks:
+                sizes[rank] = samples
+            return find_room(problem_of(Batch(tuple(sizes)))) is None
+
+        most = min(cluster.profiles[rank].max_micro_batch_size for rank in ranks)
+        # Sizes that fit are small more often than large: double first.
+        below, beyond = 1, 2
+        while beyond <= most and not is_too_much(beyond):
+            below, beyond = beyond, 2 * beyond
+        beyond = min(beyond, most + 1)
+        if beyond <= most or below < most:
+            below = least_integer(below, beyond, lambda n: n > most or is_too_much(n)) - 1
+        for rank in ranks:
+            largest[rank] = min(below, most)
+    return largest
