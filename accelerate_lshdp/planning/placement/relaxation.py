@@ -53,15 +53,16 @@ class _Cheapest:
     """Finds the placement of a branch that is cheapest at given multipliers."""
 
     def __init__(self, tables: Tables, branch: Branch) -> None:
-        self.tables, self.branch = tables, branch
+        self.tables = tables
         units = tables.units[:, None]
         self._flat = tables.columns.reshape(-1, tables.columns.shape[-1])
         self._missing = np.where(branch.most > 0, 0.0, np.inf)
         self._kinds = np.arange(len(units))
-        # Kinds whose units may all have one and the same option need no sorting.
-        bounded = (branch.least > 0) | ((branch.most > 0) & (branch.most < units))
-        self._bounded = np.flatnonzero(bounded.any(1))
         self.right = np.r_[tables.right[: tables.phase_count], tables.room(branch.floor)]
+        # Units of other kinds may all have one and the same option, whichever is cheapest.
+        bounded = ((branch.least > 0) | ((branch.most > 0) & (branch.most < units))).any(1)
+        bounded |= (branch.recomputing != np.c_[0 * tables.units, tables.units]).any(1)
+        self._bounded = [_BoundedKind(tables, branch, int(kind)) for kind in np.flatnonzero(bounded)]
 
     def __call__(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
         """The bound at some multipliers, and the counts of the placement that it comes from: [C, O]."""
@@ -69,21 +70,50 @@ class _Cheapest:
         prices = tables.base + (self._flat @ multipliers).reshape(tables.base.shape) + self._missing
         counts = np.zeros(prices.shape)
         counts[self._kinds, prices.argmin(1)] = tables.units
-        if len(self._bounded):
-            counts[self._bounded] = self._filled(prices[self._bounded])
+        for bounded in self._bounded:
+            counts[bounded.kind] = bounded.cheapest(prices[bounded.kind].tolist())
         used = counts > 0
         total = float(counts[used] @ prices[used])
         return tables.constant + total - float(multipliers @ self.right), counts
 
-    def _filled(self, prices: np.ndarray) -> np.ndarray:
-        """The cheapest counts within the branch, of the kinds that it bounds."""
-        least, most = self.branch.least[self._bounded], self.branch.most[self._bounded]
-        order = prices.argsort(1)
-        more = np.take_along_axis(most - least, order, 1)
-        left = (self.tables.units[self._bounded] - least.sum(1))[:, None]
-        taken = np.clip(left - (np.cumsum(more, 1) - more), 0, more)
-        counts = least.astype(float)
-        np.put_along_axis(counts, order, np.take_along_axis(counts, order, 1) + taken, 1)
+
+class _BoundedKind:
+    """A kind of which a branch bounds the counts; plain lists, as there are few options and few such kinds."""
+
+    def __init__(self, tables: Tables, branch: Branch, kind: int) -> None:
+        self.kind = kind
+        self.units = int(tables.units[kind])
+        self.least, self.most = branch.least[kind].tolist(), branch.most[kind].tolist()
+        self.recomputes = tables.recomputes[kind].astype(int).tolist()
+        fewest, most = branch.recomputing[kind].tolist()
+        # First of units that keep their activations, then of those that recompute.
+        self.fewest, self.room = [self.units - most, fewest], [self.units - fewest, most]
+
+    def cheapest(self, prices: list[float]) -> list[int]:
+        """The cheapest counts: what every option and each of the two groups need, then the cheapest that have room.
+
+        Groups do not overlap, so taking the cheapest at each turn is optimal.
+        """
+        counts, grouped = list(self.least), [0, 0]
+        for recomputes, count in zip(self.recomputes, counts, strict=True):
+            grouped[recomputes] += count
+        order = sorted(range(len(prices)), key=prices.__getitem__)
+        for group in (0, 1):
+            for option in order:
+                needed = self.fewest[group] - grouped[group]
+                if needed > 0 and self.recomputes[option] == group:
+                    taken = min(needed, self.most[option] - counts[option])
+                    counts[option] += taken
+                    grouped[group] += taken
+        left = self.units - sum(counts)
+        for option in order:
+            if left <= 0:
+                break
+            group = self.recomputes[option]
+            taken = min(left, self.most[option] - counts[option], self.room[group] - grouped[group])
+            counts[option] += taken
+            grouped[group] += taken
+            left -= taken
         return counts
 
 
@@ -212,7 +242,7 @@ def relax(
     master = _Master(tables, cheapest.right)
     master.add(counts)
     for other in known:
-        if (other >= branch.least).all() and (other <= branch.most).all():
+        if branch.contains(tables, other):
             master.add(other)
     for _ in range(_PIVOTS):
         if best >= enough:

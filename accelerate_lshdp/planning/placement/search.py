@@ -191,6 +191,13 @@ class _Search:
         peak = int(missing.argmax())
         if missing[peak] > max(self.gap, _ROUNDING) * abs(node.bound) / 4:
             return self._split_peak(branch, peak, used[peak])
+        # The number of units that recompute decides most about memory, and many options are alike but for that.
+        recomputing = np.where(tables.recomputes, mixture, 0.0).sum(1)
+        fraction = np.abs(recomputing - np.round(recomputing))
+        kind = int(fraction.argmax())
+        if fraction[kind] > 1e-7:
+            below = int(np.floor(recomputing[kind]))
+            return ["recomputing", kind, below], branch.split_recomputing(kind, below)
         fraction = np.abs(mixture - np.round(mixture))
         kind, option = np.unravel_index(int(fraction.argmax()), fraction.shape)
         if fraction[kind, option] > 1e-7:

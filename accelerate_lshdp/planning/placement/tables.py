@@ -9,7 +9,7 @@ exact: what is claimed of a placement is computed by the problem, in integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class Tables:
     Attributes:
         units: number of units of each kind: [C].
         valid: whether an option exists: [C, O].
+        recomputes: whether it recomputes activations: [C, O].
         scale_time: nanoseconds of the unit in which times are.
         scale_memory: bytes of the unit of each row: [K].
         base: time that an option adds to what is computed, and its serial part: float64 [C, O].
@@ -42,6 +43,7 @@ class Tables:
         self.problem = problem
         self.units = np.array([len(kind.units) for kind in kinds])
         self.valid = np.zeros(shape, dtype=bool)
+        self.recomputes = np.zeros(shape, dtype=bool)
         self.base = np.zeros(shape)
         self.columns = np.zeros((*shape, len(phases) + len(rows)))
         self.peaks = np.zeros((*shape, 3))
@@ -63,6 +65,7 @@ class Tables:
             memory = np.array([option.memory for option in kind.options], dtype=float).reshape(count, -1)
             serial = np.array([option.serial for option in kind.options], dtype=float)
             self.valid[place, :count] = True
+            self.recomputes[place, :count] = [option.placement.checkpoint for option in kind.options]
             self.base[place, :count] = (work @ self.times + serial) / self.scale_time
             self.columns[place, :count] = np.c_[(send - work) / self.scale_time, memory / scale]
             self.peaks[place, :count] = [option.peaks for option in kind.options]
@@ -121,34 +124,61 @@ class Branch:
     Args:
         least: the fewest units of a kind that have an option: [C, O].
         most: the most of them: [C, O].
+        recomputing: the fewest and the most units of a kind that recompute: [C, 2].
         floor: bytes that the largest of each peak has at least: [3].
     """
 
     least: np.ndarray
     most: np.ndarray
+    recomputing: np.ndarray
     floor: np.ndarray
 
     @classmethod
     def whole(cls, tables: Tables) -> Branch:
         """All choices."""
         most = np.where(tables.valid, tables.units[:, None], 0)
-        return cls(np.zeros_like(most), most, np.zeros(3))
+        return cls(np.zeros_like(most), most, np.c_[0 * tables.units, tables.units], np.zeros(3))
 
     def is_empty(self, tables: Tables) -> bool:
-        """Whether some kind cannot have all of its units."""
-        few, many = self.least.sum(1) > tables.units, self.most.sum(1) < tables.units
-        return bool((few | many).any() or (self.least > self.most).any())
+        """Whether some kind cannot have options for all of its units."""
+        if (self.least > self.most).any():
+            return True
+        low, high = np.zeros(len(tables.units)), np.zeros(len(tables.units))
+        for recomputes, bounds in ((tables.recomputes, self.recomputing), (~tables.recomputes, self._keeping(tables))):
+            least = np.maximum(bounds[:, 0], np.where(recomputes, self.least, 0).sum(1))
+            most = np.minimum(bounds[:, 1], np.where(recomputes, self.most, 0).sum(1))
+            if (least > most).any():
+                return True
+            low, high = low + least, high + most
+        return bool((low > tables.units).any() or (high < tables.units).any())
+
+    def contains(self, tables: Tables, counts: np.ndarray) -> bool:
+        """Whether a placement is one of these choices, but for its peaks."""
+        recomputing = np.where(tables.recomputes, counts, 0).sum(1)
+        within = (recomputing >= self.recomputing[:, 0]) & (recomputing <= self.recomputing[:, 1])
+        return bool((counts >= self.least).all() and (counts <= self.most).all() and within.all())
 
     def split_count(self, kind: int, option: int, below: int) -> tuple[Branch, Branch]:
         """The choices in which at most `below` units of a kind have an option, and those in which more have it."""
         most, least = self.most.copy(), self.least.copy()
         most[kind, option] = below
         least[kind, option] = below + 1
-        return Branch(self.least, most, self.floor), Branch(least, self.most, self.floor)
+        return replace(self, most=most), replace(self, least=least)
+
+    def split_recomputing(self, kind: int, below: int) -> tuple[Branch, Branch]:
+        """The choices in which at most `below` units of a kind recompute, and those in which more do."""
+        fewer, more = self.recomputing.copy(), self.recomputing.copy()
+        fewer[kind, 1] = below
+        more[kind, 0] = below + 1
+        return replace(self, recomputing=fewer), replace(self, recomputing=more)
 
     def split_peak(self, tables: Tables, peak: int, below: float) -> tuple[Branch, Branch]:
         """The choices whose largest of a peak has at most `below` bytes, and those in which it has more."""
         most = np.where(tables.peaks[..., peak] > below, 0, self.most)
         floor = self.floor.copy()
         floor[peak] = max(floor[peak], below + 1)
-        return Branch(self.least, most, self.floor), Branch(self.least, self.most, floor)
+        return replace(self, most=most), replace(self, floor=floor)
+
+    def _keeping(self, tables: Tables) -> np.ndarray:
+        """The fewest and the most units of each kind that keep their activations: [C, 2]."""
+        return tables.units[:, None] - self.recomputing[:, ::-1]

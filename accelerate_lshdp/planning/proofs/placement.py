@@ -3,8 +3,8 @@
 
 The certificate has the counts of a placement, its step and memory, a bound, and the proof of the bound: a list of
 nodes, of which the first stands for all placements. A node is split in two, or has multipliers. Splits are
-exhaustive, whatever they are: at most so many units of a kind have an option, or more have it; the largest of a peak
-has at most so many bytes, or more. So a bound that holds in all nodes with multipliers holds for all placements.
+exhaustive, whatever they are: at most so many units of a kind have an option, or more have it; at most so many
+recompute their activations, or more do; the largest of a peak has at most so many bytes, or more. So a bound that holds in all nodes with multipliers holds for all placements.
 
 In such a node, with multipliers 0 <= a_p <= times_p of phases and l_k >= 0 of rows (see `planning.placement.problem`
 for the other letters), every placement that keeps the limits has
@@ -102,14 +102,21 @@ def _check_step(problem: PlacementProblem, chosen: list[tuple[int, Option]], cla
 
 @dataclass(slots=True)
 class _Part:
-    """The placements of a node: bounds of the counts of each kind's options, and the least that each peak has."""
+    """The placements of a node.
+
+    Args:
+        least, most: bounds of the counts of each kind's options.
+        recomputing: the fewest and the most units of each kind that recompute.
+        floor: the least bytes that the largest of each peak has.
+    """
 
     least: list[list[int]]
     most: list[list[int]]
+    recomputing: list[list[int]]
     floor: list[int]
 
     def copy(self) -> _Part:
-        return _Part([*map(list, self.least)], [*map(list, self.most)], list(self.floor))
+        return _Part(*([*map(list, own)] for own in (self.least, self.most, self.recomputing)), list(self.floor))
 
 
 def _check_bound(problem: PlacementProblem, bound: int, nodes: Any) -> None:
@@ -118,6 +125,7 @@ def _check_bound(problem: PlacementProblem, bound: int, nodes: Any) -> None:
     whole = _Part(
         [[0] * len(kind.options) for kind in problem.kinds],
         [[len(kind.units)] * len(kind.options) for kind in problem.kinds],
+        [[0, len(kind.units)] for kind in problem.kinds],
         [0, 0, 0],
     )
     # Parts of nodes come after them, so each is there when its node is reached, and there are no circles.
@@ -157,25 +165,27 @@ def _split(problem: PlacementProblem, part: _Part, node: dict[str, Any]) -> tupl
             below.most[kind][option] = min(below.most[kind][option], value)
             beyond.least[kind][option] = max(beyond.least[kind][option], value + 1)
             return below, beyond
-    if isinstance(split, list) and len(split) == 3 and split[0] == "peak" and all(map(is_integer, split[1:])):
-        _, peak, value = split
-        if 0 <= peak < 3:
+    if isinstance(split, list) and len(split) == 3 and all(map(is_integer, split[1:])):
+        what, place, value = split
+        if what == "recomputing" and 0 <= place < len(problem.kinds):
+            below.recomputing[place][1] = min(below.recomputing[place][1], value)
+            beyond.recomputing[place][0] = max(beyond.recomputing[place][0], value + 1)
+            return below, beyond
+        if what == "peak" and 0 <= place < 3:
             for kind, most in zip(problem.kinds, below.most, strict=True):
                 most[:] = [
-                    0 if option.peaks[peak] > value else own for option, own in zip(kind.options, most, strict=True)
+                    0 if option.peaks[place] > value else own for option, own in zip(kind.options, most, strict=True)
                 ]
-            beyond.floor[peak] = max(beyond.floor[peak], value + 1)
+            beyond.floor[place] = max(beyond.floor[place], value + 1)
             return below, beyond
-    raise CertificateError(f"found the split {split!r:.100}, expected a kind and option, or a peak, and a number")
+    raise CertificateError(f"found the split {split!r:.100}, expected what is split and a number")
 
 
 def _is_empty(problem: PlacementProblem, part: _Part) -> bool:
     """Whether some kind cannot have options for all of its units."""
     return any(
-        sum(least) > len(kind.units)
-        or sum(most) < len(kind.units)
-        or any(low > high for low, high in zip(least, most, strict=True))
-        for kind, least, most in zip(problem.kinds, part.least, part.most, strict=True)
+        _fill([0] * len(kind.options), kind, *own) is None
+        for kind, *own in zip(problem.kinds, part.least, part.most, part.recomputing, strict=True)
     )
 
 
@@ -197,8 +207,8 @@ def _least_step(problem: PlacementProblem, part: _Part, node: dict[str, Any], pl
     for own, row in zip(rows, problem.rows, strict=True):
         peaks = sum(weight * floor for weight, floor in zip(row.peak_weights, part.floor, strict=True))
         total -= own * (row.limit - row.fixed - peaks)
-    for kind, least, most in zip(problem.kinds, part.least, part.most, strict=True):
-        total += _cheapest(kind, works, sends, rows, least, most)
+    for kind, *own in zip(problem.kinds, part.least, part.most, part.recomputing, strict=True):
+        total += _fill(_prices(kind, works, sends, rows), kind, *own)
     return total
 
 
@@ -206,24 +216,45 @@ def _is_multiplier(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _cheapest(
-    kind: UnitKind,
-    works: Sequence[int],
-    sends: Sequence[int],
-    rows: Sequence[int],
-    least: Sequence[int],
-    most: Sequence[int],
-) -> int:
-    """What the units of a kind add at least, with counts of options from `least` to `most`."""
-    prices = [
+def _prices(kind: UnitKind, works: Sequence[int], sends: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """What a unit of a kind adds with each option."""
+    return [
         MULTIPLIER_PARTS * option.serial
         + sum(map(int.__mul__, works, option.work))
         + sum(map(int.__mul__, sends, option.send))
         + sum(map(int.__mul__, rows, option.memory))
         for option in kind.options
     ]
-    total, left = sum(map(int.__mul__, prices, least)), len(kind.units) - sum(least)
-    for price, low, high in sorted(zip(prices, least, most, strict=True)):
-        taken = min(left, high - low)
-        total, left = total + taken * price, left - taken
-    return total
+
+
+def _fill(
+    prices: list[int], kind: UnitKind, least: Sequence[int], most: Sequence[int], recomputing: Sequence[int]
+) -> int | None:
+    """The least sum of the prices of a kind's units within the bounds; None: no counts are within them.
+
+    For every number of units that recompute, they and the others take their cheapest options. All numbers are tried.
+    """
+    units = len(kind.units)
+    sums: list[list[int | None]] = []  # for units that keep, and that recompute: of 0, 1, 2, ... of them
+    for recomputes in (False, True):
+        own = [
+            (price, low, high)
+            for price, low, high, option in zip(prices, least, most, kind.options, strict=True)
+            if option.placement.checkpoint is recomputes
+        ]
+        if any(low > high for _, low, high in own):
+            return None
+        total, count = sum(price * low for price, low, _ in own), sum(low for _, low, _ in own)
+        found: list[int | None] = [None] * count + [total]
+        for price, low, high in sorted(own):
+            more = min(high - low, units - len(found) + 1)
+            found += [found[-1] + price * number for number in range(1, more + 1)]
+        sums.append(found)
+    keep, recompute = sums
+    totals = [
+        keep[units - count] + recompute[count]
+        for count in range(max(0, recomputing[0]), min(units, recomputing[1]) + 1)
+        if count < len(recompute) and units - count < len(keep)
+        if recompute[count] is not None and keep[units - count] is not None
+    ]
+    return min(totals, default=None)
