@@ -4,13 +4,16 @@
 Without limits of memory the best sizes are those of `planning.cuts`: within some time every rank takes as many samples
 as it can. With them a rank of little memory takes fewer, and how many fit depends on the placement. So both are tried:
 cuts of every total up to the most that fits any placement, with ranks that are full left at what they can take; the
-same number on all ranks; and, from the best of these, steps away from them (`neighbours`).
+same number on all ranks; what uniform placements have room for; and, from the best of these, steps away from them
+(`neighbours`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from accelerate_lshdp.planning.cuts.batch_sizes import plan_fixed_total
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
@@ -42,13 +45,22 @@ class Batches:
 
     Args:
         cluster: its ranks.
-        most: the largest micro-batch of each rank.
+        most: the largest micro-batch of each rank that any placement has room for.
+        full: largest micro-batches of all ranks at the same time, of some placements.
         total: samples that the global batch has to have. None: any number.
         most_steps: the most micro-batches of a step.
     """
 
-    def __init__(self, cluster: PlacementCluster, most: Sequence[int], total: int | None, most_steps: int) -> None:
+    def __init__(
+        self,
+        cluster: PlacementCluster,
+        most: Sequence[int],
+        full: Sequence[Sequence[int]],
+        total: int | None,
+        most_steps: int,
+    ) -> None:
         self.cluster, self.most, self.total, self.most_steps = cluster, tuple(most), total, most_steps
+        self.full = sorted({tuple(map(min, own, self.most)) for own in full})
         limits = zip(cluster.profiles, cluster.node_sizes_of_ranks, cluster.memory_limits, strict=True)
         #: Ranks between which nothing differs.
         groups: dict[tuple[object, ...], list[int]] = {}
@@ -71,7 +83,9 @@ class Batches:
                 each = self.total // steps
                 if self.total % steps or not world <= each <= sum(self.most):
                     continue
-                yield Batch(self._cut(each), steps)
+                for most in (self.most, *self.full):
+                    if each <= sum(most):
+                        yield Batch(self._cut(each, most), steps)
                 if each % world == 0 and each // world <= min(self.most):
                     yield Batch((each // world,) * world, steps)
             return
@@ -81,7 +95,12 @@ class Batches:
             # Groups of equal ranks have equal numbers of samples; so totals are tried by what all of them take.
             if len(self.groups) > 1:
                 for total in self._spread(world, sum(self.most), world):
-                    yield Batch(self._level(self._cut(total)), steps)
+                    yield Batch(self._level(self._cut(total, self.most)), steps)
+            for most in self.full:
+                yield Batch(most, steps)
+                yield Batch((min(most),) * world, steps)
+                for group in self.groups if len(self.groups) > 1 else ():
+                    yield Batch(self._within(self._time(group[0], most[group[0]]), most), steps)
 
     def neighbours(self, batch: Batch) -> Iterator[Batch]:
         """Batches that differ a little: another size for a group of equal ranks; with a fixed total, samples of one
@@ -110,10 +129,21 @@ class Batches:
         if all(1 <= size <= most for size, most in zip(sizes, self.most, strict=True)):
             yield replace(batch, sizes=sizes)
 
-    def _cut(self, total: int) -> tuple[int, ...]:
+    def _time(self, rank: int, size: int) -> float:
+        return self.cluster.profiles[rank].time(size)
+
+    def _within(self, seconds: float, most: Sequence[int]) -> tuple[int, ...]:
+        """The largest micro-batches, up to `most`, that each rank computes within some time; at least one sample."""
+        return tuple(
+            max(1, int(np.searchsorted(profile.time.table(largest), seconds, side="right")))
+            for profile, largest in zip(self.cluster.profiles, most, strict=True)
+        )
+
+    def _cut(self, total: int, most: Sequence[int]) -> tuple[int, ...]:
+        """The cut of a total with which the slowest rank computes least, with at most so many samples a rank."""
         profiles = [
-            replace(profile, max_micro_batch_size=most, memory_limit_bytes=None, memory=None, bucket_ready=None)
-            for profile, most in zip(self.cluster.profiles, self.most, strict=True)
+            replace(profile, max_micro_batch_size=largest, memory_limit_bytes=None, memory=None, bucket_ready=None)
+            for profile, largest in zip(self.cluster.profiles, most, strict=True)
         ]
         return tuple(plan_fixed_total(profiles, total).batch_sizes)
 

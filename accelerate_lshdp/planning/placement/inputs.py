@@ -39,7 +39,9 @@ class UnitSize:
     def __post_init__(self) -> None:
         for value in (self.parameters, self.trainable, self.activation_bytes, self.input_bytes, self.flops):
             if not 0 <= value < math.inf:
-                raise PlanningError(f'found a size of {value} of unit "{self.name}", expected a finite one of at least 0')
+                raise PlanningError(
+                    f'found a size of {value} of unit "{self.name}", expected a finite one of at least 0'
+                )
         if self.trainable > self.parameters:
             raise PlanningError(
                 f'found {self.trainable} trainable parameters of unit "{self.name}", expected at most its'
@@ -125,7 +127,9 @@ class PlacementCluster:
                 " both, one a rank"
             )
         if min(self.memory_limits) < 1:
-            raise PlanningError(f"found memory limits of {list(self.memory_limits)}, expected positive numbers of bytes")
+            raise PlanningError(
+                f"found memory limits of {list(self.memory_limits)}, expected positive numbers of bytes"
+            )
         for name in ("host_limits", "host_optimizer_seconds"):
             if getattr(self, name) and len(getattr(self, name)) != len(self.nodes):
                 raise PlanningError(f"found {name} of {len(getattr(self, name))} nodes, expected {len(self.nodes)}")

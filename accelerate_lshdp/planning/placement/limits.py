@@ -10,6 +10,7 @@ from accelerate_lshdp.planning.cuts.bisection import least_integer
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.batches import Batch
 from accelerate_lshdp.planning.placement.inputs import PlacementCluster
+from accelerate_lshdp.planning.placement.options import uniform_placements
 from accelerate_lshdp.planning.placement.problem import Counts, PlacementProblem
 from accelerate_lshdp.planning.placement.search import find_room
 
@@ -63,9 +64,7 @@ def largest_micro_batches(problem_of: Callable[[Batch], PlacementProblem], clust
         cluster: the ranks.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
-    for rank, row in enumerate(
-        zip(cluster.profiles, cluster.node_sizes_of_ranks, cluster.memory_limits, strict=True)
-    ):
+    for rank, row in enumerate(zip(cluster.profiles, cluster.node_sizes_of_ranks, cluster.memory_limits, strict=True)):
         profile, size, limit = row
         groups.setdefault((profile.time, profile.max_micro_batch_size, size, limit), []).append(rank)
     largest = [1] * cluster.world
@@ -88,3 +87,26 @@ def largest_micro_batches(problem_of: Callable[[Batch], PlacementProblem], clust
         for rank in ranks:
             largest[rank] = min(below, most)
     return largest
+
+
+def uniform_micro_batches(
+    problem_of: Callable[[Batch], PlacementProblem], cluster: PlacementCluster
+) -> list[list[int]]:
+    """For each uniform placement that has room for one sample a rank: the largest micro-batches of all ranks.
+
+    Memory is linear in the samples, so it is known from those of one and of two.
+    """
+    one, two = (problem_of(Batch((samples,) * cluster.world)) for samples in (1, 2))
+    found = []
+    for counts in uniform_placements(one):
+        least, more = one.memory(counts), two.memory(counts)
+        if not one.fits(counts):
+            continue
+        largest = [0] * cluster.world
+        for row, need, further in zip(one.rows, least, more, strict=True):
+            for rank in row.ranks:
+                most = cluster.profiles[rank].max_micro_batch_size
+                slope = further - need
+                largest[rank] = min(most, 1 + (row.limit - need) // slope) if slope > 0 else most
+        found.append(largest)
+    return found

@@ -67,8 +67,7 @@ def uniform_counts(problem: PlacementProblem, store: UnitStore, checkpoint: bool
         for wanted in ((store, checkpoint), (store, False), (UnitStore.WORLD, False)):
             is_root = kind.units == ("",)
             found = [
-                (o.placement.store, o.placement.checkpoint) == wanted and o.placement.slices == 1
-                for o in kind.options
+                (o.placement.store, o.placement.checkpoint) == wanted and o.placement.slices == 1 for o in kind.options
             ]
             if any(found) or not is_root:
                 break
@@ -76,6 +75,12 @@ def uniform_counts(problem: PlacementProblem, store: UnitStore, checkpoint: bool
             return None
         counts.append([len(kind.units) * int(own) for own in found])
     return counts
+
+
+def uniform_placements(problem: PlacementProblem, stores: Sequence[UnitStore] = tuple(UnitStore)) -> list[Counts]:
+    """The placements in which all units have the same store, with and without checkpointing."""
+    found = (uniform_counts(problem, store, checkpoint) for store in stores for checkpoint in (False, True))
+    return [counts for counts in found if counts is not None]
 
 
 class _Poser:

@@ -9,16 +9,16 @@ result is never slower than the best of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.batches import Batch, Batches, require_total
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
-from accelerate_lshdp.planning.placement.limits import largest_micro_batches, require_room
-from accelerate_lshdp.planning.placement.options import pose_placement, uniform_counts
-from accelerate_lshdp.planning.placement.problem import Counts, PlacementProblem
+from accelerate_lshdp.planning.placement.limits import largest_micro_batches, require_room, uniform_micro_batches
+from accelerate_lshdp.planning.placement.options import pose_placement, uniform_placements
+from accelerate_lshdp.planning.placement.problem import PlacementProblem
 from accelerate_lshdp.planning.placement.result import PlacementResult
 from accelerate_lshdp.planning.placement.search import Solution, bound_of, find_room, solve
 
@@ -78,7 +78,8 @@ class _Planner:
         smallest = self._problem(Batch((1,) * cluster.world))
         require_room(smallest)
         most = largest_micro_batches(self._problem, cluster)
-        self.batches = Batches(cluster, most, total, most_steps)
+        full = uniform_micro_batches(self._problem, cluster)
+        self.batches = Batches(cluster, most, full, total, most_steps)
         require_total(self.batches)
         self.best: tuple[float, Batch, PlacementProblem, Solution] | None = None
         self.seen: set[Batch] = set()
@@ -117,13 +118,14 @@ class _Planner:
             # Computing alone takes so long: no relaxation is needed to see that it is too slow.
             if self._is_beaten(batch, problem.computing):
                 continue
-            if find_room(problem) is not None:
-                candidates.append((bound_of(problem) / batch.total, batch.total, batch.sizes, batch, problem))
+            room = find_room(problem)
+            if room is not None:
+                candidates.append((bound_of(problem) / batch.total, batch.total, batch.sizes, batch, problem, room))
         candidates.sort(key=lambda candidate: candidate[:3])
-        for bound, *_, batch, problem in candidates:
+        for bound, *_, batch, problem, room in candidates:
             if self.best is not None and bound >= self.best[0]:
                 break
-            solution = solve(problem, known=uniform_placements(problem))
+            solution = solve(problem, known=[room, *uniform_placements(problem)])
             if solution is not None and not self._is_beaten(batch, solution.nanoseconds):
                 self.best = (solution.nanoseconds / batch.total, batch, problem, solution)
 
@@ -138,9 +140,3 @@ class _Planner:
             f"found no placement for a global batch of {self.total} samples, expected one that keeps the limits of"
             " memory: allow more micro-batches in a step, or take fewer samples"
         )
-
-
-def uniform_placements(problem: PlacementProblem, stores: Sequence[UnitStore] = tuple(UnitStore)) -> list[Counts]:
-    """The placements in which all units have the same store, with and without checkpointing."""
-    found = (uniform_counts(problem, store, checkpoint) for store in stores for checkpoint in (False, True))
-    return [counts for counts in found if counts is not None]

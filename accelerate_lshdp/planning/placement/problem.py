@@ -206,10 +206,7 @@ class PlacementProblem:
             "kinds": [
                 [
                     kind.units,
-                    [
-                        [o.placement.to_dict(), o.send, o.work, o.serial, o.memory, o.peaks]
-                        for o in kind.options
-                    ],
+                    [[o.placement.to_dict(), o.send, o.work, o.serial, o.memory, o.peaks] for o in kind.options],
                 ]
                 for kind in self.kinds
             ],

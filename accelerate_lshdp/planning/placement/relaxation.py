@@ -224,9 +224,7 @@ class _Master:
         return np.asarray(mean), [counts for _, counts in parts]
 
 
-def relax(
-    tables: Tables, branch: Branch, *, start: np.ndarray, known: list[np.ndarray], enough: float
-) -> Relaxation:
+def relax(tables: Tables, branch: Branch, *, start: np.ndarray, known: list[np.ndarray], enough: float) -> Relaxation:
     """The best bound of a branch.
 
     Args:

@@ -119,9 +119,7 @@ def units_of(problem: PlacementProblem, solution: Solution) -> tuple[tuple[str, 
         count = len(kind.units)
         # The i-th of n units with an option belongs at (i + 1/2) / n of the way.
         places = sorted(
-            ((number + 0.5) / own, option, number)
-            for option, own in enumerate(counts)
-            for number in range(own)
+            ((number + 0.5) / own, option, number) for option, own in enumerate(counts) for number in range(own)
         )
         assert len(places) == count
         placements += [

@@ -72,7 +72,9 @@ class Improver:
             saved = -moves.columns[..., self.phases + row]
             price = moves.base + moves.columns[..., : self.phases] @ self.multipliers[: self.phases]
             able = moves.allowed & (saved > 1e-15)
-            ratio = np.where(able, np.maximum(price, 1e-9) / np.where(able, np.minimum(saved, beyond[row]), 1.0), np.inf)
+            ratio = np.where(
+                able, np.maximum(price, 1e-9) / np.where(able, np.minimum(saved, beyond[row]), 1.0), np.inf
+            )
             at, option = np.unravel_index(int(ratio.argmin()), ratio.shape)
             if not np.isfinite(ratio[at, option]):
                 return None
