@@ -50,7 +50,7 @@ def small_problem(seed: int) -> PlacementProblem:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_solved_is_verified(seed: int) -> None:
-    shape = dict(kinds=1 + seed % 5, units=1 + seed % 7, options=2 + seed % 5, rows=1 + seed % 3)
+    shape = {"kinds": 1 + seed % 5, "units": 1 + seed % 7, "options": 2 + seed % 5, "rows": 1 + seed % 3}
     problem = random_problem(seed, phases=2 + 2 * (seed % 2), tightness=0.9, **shape)
     verify_placement(problem, certified(problem))
 

@@ -20,7 +20,7 @@ _MOST_TRIED = 15_000
 def small_problems(count: int, first_seed: int = 0) -> list[PlacementProblem]:
     """Problems of 1 to 19 units: many kinds of few units, and few kinds of many; all shapes in turn."""
     shapes = [
-        dict(kinds=kinds, units=units, options=options, rows=rows, phases=phases)
+        {"kinds": kinds, "units": units, "options": options, "rows": rows, "phases": phases}
         for kinds, units, options in ((1, 19, 4), (2, 9, 3), (3, 4, 3), (5, 2, 4), (7, 1, 4), (9, 1, 3), (15, 1, 2))
         for rows in (1, 2)
         for phases in (2, 4)

@@ -34,8 +34,8 @@ def require_room(problem: PlacementProblem) -> None:
         if need > row.limit
     ]
     raise PlanningError(
-        "found memory limits that no placement of the model's units keeps with these micro-batches. The nearest that one"
-        f" keeps: {'; '.join(needs)}. Raise the limits, or take smaller micro-batches"
+        "found memory limits that no placement of the model's units keeps with these micro-batches. The nearest that"
+        f" one keeps: {'; '.join(needs)}. Raise the limits, or take smaller micro-batches"
     )
 
 
@@ -71,19 +71,21 @@ def largest_micro_batches(problem_of: Callable[[Batch], PlacementProblem], clust
     for ranks in groups.values():
 
         def is_too_much(samples: int, ranks: list[int] = ranks) -> bool:
+            if samples > cluster.profiles[ranks[0]].max_micro_batch_size:
+                return True
             sizes = [1] * cluster.world
             for rank in ranks:
                 sizes[rank] = samples
             return find_room(problem_of(Batch(tuple(sizes)))) is None
 
-        most = min(cluster.profiles[rank].max_micro_batch_size for rank in ranks)
+        most = cluster.profiles[ranks[0]].max_micro_batch_size  # the same for all of the group
         # Sizes that fit are small more often than large: double first.
         below, beyond = 1, 2
         while beyond <= most and not is_too_much(beyond):
             below, beyond = beyond, 2 * beyond
         beyond = min(beyond, most + 1)
         if beyond <= most or below < most:
-            below = least_integer(below, beyond, lambda n: n > most or is_too_much(n)) - 1
+            below = least_integer(below, beyond, is_too_much) - 1
         for rank in ranks:
             largest[rank] = min(below, most)
     return largest
@@ -96,6 +98,8 @@ def uniform_micro_batches(
 
     Memory is linear in the samples, so it is known from those of one and of two.
     """
+    if any(profile.max_micro_batch_size == 1 for profile in cluster.profiles):
+        return [[1] * cluster.world]
     one, two = (problem_of(Batch((samples,) * cluster.world)) for samples in (1, 2))
     found = []
     for counts in uniform_placements(one):

@@ -6,14 +6,14 @@ With a multiplier a_p in [0, times_p] for each phase and l_k >= 0 for each row o
     times_p * max(W, C) >= (times_p - a_p) * W + a_p * C        for what is computed, W, and sent, C
     0 >= l_k * (memory of row k - limit_k)                      where the limit is kept
 
-Added up, the right-hand sides are a sum over units. Every unit takes the option that is cheapest at these prices, which
-takes one pass over the options and no search: a bound for all placements, whatever the multipliers are. It is concave
-in them, and piecewise linear: each placement gives one piece.
+Added up, the right-hand sides are a sum over units. Every unit takes the option that is cheapest at these prices:
+one pass over the options and no search give a bound for all placements, whatever the multipliers are. It is concave in
+them, and piecewise linear: each placement gives one piece.
 
 The best multipliers come from Dantzig and Wolfe's decomposition (1960): a linear program mixes placements so that the
 mixture keeps all limits, its prices are new multipliers, and the placement that is cheapest at them joins, until none
-is cheaper than the mixture. The program has a row for each multiplier and one for the mixture, no more than a dozen, so
-its simplex works on matrices of that size. The mixture is what rounding begins with.
+is cheaper than the mixture. The program has a row for each multiplier and one for the mixture, no more than a dozen,
+so its simplex works on matrices of that size. The mixture is what rounding begins with.
 """
 
 from __future__ import annotations

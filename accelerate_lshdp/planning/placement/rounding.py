@@ -15,7 +15,7 @@ import numpy as np
 from accelerate_lshdp.planning.placement.tables import Tables
 
 
-#: Moves of which pairs are tried: those that change the price least, as the best placements lie where prices are equal.
+#: Moves of which pairs are tried: those that change the price least. The best placements lie where prices are equal.
 _PAIRED = 64
 _ROUNDS = 200
 _SLACK = 1e-12

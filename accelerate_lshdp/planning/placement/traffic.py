@@ -3,13 +3,13 @@
 
 With P bytes of a unit's parameters and G of its gradients, N nodes, L ranks on each, W in all:
 
-    store          forward                    backward                                    once a step, last backward
-    replicate                                                                             sum inside, 2(N-1)/N G, spread
-    node           (L-1)/L P inside           (L-1)/L P inside, (L-1)/L G inside          2(N-1)/N G between
-    world          (N-1)/N P, then inside     (N-1)/N P, then inside                      inside, then (N-1)/N G
-    world_kept     once a step as world                                                   as world
-    world_to_node  as world                   (L-1)/L P inside                            as world
-    host           P/L from the host, inside  P/L from the host, inside, sums, G/L back   2(N-1)/N G between
+    store          forward                    backward                             once a step, in the last backward
+    replicate                                                                      sum inside, 2(N-1)/N G, spread inside
+    node           (L-1)/L P inside           (L-1)/L P and (L-1)/L G inside       2(N-1)/N G between
+    world          (N-1)/N P, then inside     (N-1)/N P, then inside               inside, then (N-1)/N G
+    world_kept     as world, once a step                                           inside, then (N-1)/N G
+    world_to_node  (N-1)/N P, then inside     (L-1)/L P inside                     inside, then (N-1)/N G
+    host           P/L from the host, inside  the same, G inside, G/L to the host  2(N-1)/N G between
 
 What is said for forward and backward happens in those of every micro-batch. The root is used from the first operation
 to the last, so no store gathers it a second time in the backward. On uneven nodes the ranks of a larger one sum their

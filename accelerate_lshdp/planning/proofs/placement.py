@@ -2,9 +2,10 @@
 """Verification of a placement's certificate: its time, its memory, and that no placement is faster than its bound.
 
 The certificate has the counts of a placement, its step and memory, a bound, and the proof of the bound: a list of
-nodes, of which the first stands for all placements. A node is split in two, or has multipliers. Splits are
-exhaustive, whatever they are: at most so many units of a kind have an option, or more have it; at most so many
-recompute their activations, or more do; the largest of a peak has at most so many bytes, or more. So a bound that holds in all nodes with multipliers holds for all placements.
+nodes, of which the first stands for all placements. A node is split in two, or has multipliers. Splits are exhaustive,
+whatever they are: at most so many units of a kind have an option, or more have it; at most so many recompute their
+activations, or more do; the largest of a peak has at most so many bytes, or more. So a bound that holds in all nodes
+with multipliers holds for all placements.
 
 In such a node, with multipliers 0 <= a_p <= times_p of phases and l_k >= 0 of rows (see `planning.placement.problem`
 for the other letters), every placement that keeps the limits has
@@ -47,8 +48,8 @@ def verify_placement(problem: PlacementProblem, certificate: Mapping[str, Any]) 
         )
     if certificate["problem_sha256"] != problem.sha256():
         raise CertificateError(
-            f"found a certificate of the problem {certificate['problem_sha256']!r:.70}, expected {problem.sha256()}: it"
-            " is about another model, cluster or batch"
+            f"found a certificate of the problem {certificate['problem_sha256']!r:.70}, expected {problem.sha256()}:"
+            " it is about another model, cluster or batch"
         )
     chosen = _chosen(problem, certificate["counts"])
     _check_memory(problem, chosen, certificate["memory_bytes"])
