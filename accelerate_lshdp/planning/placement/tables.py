@@ -2,9 +2,9 @@
 """A placement problem as arrays, and the part of it that a branch of the search looks at.
 
 The excess of a phase is what it sends beyond what it computes, sum_u (send - work) - W. A step is what is computed
-and `times` the positive part of each excess. Excesses and memory are linear in the counts of options: the *columns*. Rows
-of memory are divided by their limits and times by `scale_time`, so that all numbers have a like size. Nothing here is
-exact: what is claimed of a placement is computed by the problem, in integers.
+and `times` the positive part of each excess. Excesses and memory are linear in the counts of options: the *columns*.
+Rows of memory are divided by their limits and times by `scale_time`, so that all numbers have a like size. Nothing
+here is exact: what is claimed of a placement is computed by the problem, in integers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 With P bytes of a unit's parameters and G of its gradients, N nodes, L ranks on each, W in all:
 
     store          forward                    backward                             once a step, in the last backward
-    replicate                                                                      sum inside, 2(N-1)/N G, spread inside
+    replicate                                                                      sum and spread inside, 2(N-1)/N G
     node           (L-1)/L P inside           (L-1)/L P and (L-1)/L G inside       2(N-1)/N G between
     world          (N-1)/N P, then inside     (N-1)/N P, then inside               inside, then (N-1)/N G
     world_kept     as world, once a step                                           inside, then (N-1)/N G
