@@ -23,6 +23,7 @@ from accelerate_lshdp.planning.placement.problem import (
     PlacementProblem,
     UnitKind,
 )
+from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 
 
 def random_problem(
@@ -145,7 +146,8 @@ def problem_of_different_units(seed: int, units: int) -> PlacementProblem:
         model, nodes, ample, bytes_per_second=10 ** rng.uniform(8, 10.2), has_host=rng.random() < 0.5
     )
     slices = rng.choice(((1,), (1, 4)))
-    problem = pose_placement(model, cluster, (rng.randint(1, 12),) * sum(nodes), slices=slices)
+    sizes = (rng.randint(1, 12),) * sum(nodes)
+    problem = pose_placement(model, cluster, sizes, costs=UnitCosts(model, cluster, slices=slices))
     share, rows = rng.uniform(0.02, 0.7), []
     for place, row in enumerate(problem.rows):
         lean, fat = (

@@ -13,6 +13,7 @@ from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementClus
 from accelerate_lshdp.planning.placement.options import pose_placement, uniform_counts
 from accelerate_lshdp.planning.placement.problem import Option, PlacementProblem
 from accelerate_lshdp.planning.placement.traffic import offered_stores
+from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 
 
 P = 6_000_000  # parameters of a unit
@@ -29,9 +30,9 @@ HOP, STEP, COPIED = 30e-6, 4e-6, 20e-6  # seconds of each message
 
 def posed(nodes: tuple[int, ...], samples: int = 2, steps: int = 1, **options) -> PlacementProblem:
     cluster = {name: options.pop(name) for name in ("has_host", "streams", "host_limits") if name in options}
-    return pose_placement(
-        MODEL, cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes), **cluster), (samples,) * sum(nodes), steps, **options
-    )
+    placed_on = cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes), **cluster)
+    costs = UnitCosts(MODEL, placed_on, **options)
+    return pose_placement(MODEL, placed_on, (samples,) * sum(nodes), steps, costs=costs)
 
 
 def option(problem: PlacementProblem, store: UnitStore, *, root: bool = False, **placement) -> Option:

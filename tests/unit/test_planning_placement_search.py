@@ -10,7 +10,8 @@ from placement_problems import least_nanoseconds, placement_count, problem_of_di
 
 from accelerate_lshdp.planning.placement.options import uniform_placements
 from accelerate_lshdp.planning.placement.problem import PlacementProblem
-from accelerate_lshdp.planning.placement.search import find_room, solve
+from accelerate_lshdp.planning.placement.room import find_room
+from accelerate_lshdp.planning.placement.search import solve
 
 
 #: Placements that are tried in one case at most.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 
@@ -109,14 +110,13 @@ class Batches:
             for group in self.groups:
                 for change in (-8, -4, -2, -1, 1, 2, 4, 8):
                     yield from self._changed(batch, dict.fromkeys(group, change))
+            for one, other in permutations(self.groups, 2):
+                for more, less in ((1, 1), (1, 2), (2, 1), (4, 1), (1, 4)):
+                    yield from self._changed(batch, dict.fromkeys(one, more) | dict.fromkeys(other, -less))
             return
-        for giving in self.groups:
-            for taking in self.groups:
-                if giving is taking:
-                    continue
-                for count in (1, 2, min(len(giving), len(taking)), max(len(giving), len(taking))):
-                    changes = self._moved(giving, -count) | self._moved(taking, count)
-                    yield from self._changed(batch, changes)
+        for giving, taking in permutations(self.groups, 2):
+            for count in (1, 2, min(len(giving), len(taking)), max(len(giving), len(taking))):
+                yield from self._changed(batch, self._moved(giving, -count) | self._moved(taking, count))
 
     def _moved(self, group: Sequence[int], count: int) -> dict[int, int]:
         """Changes of the ranks of a group that sum to `count`, spread over them."""

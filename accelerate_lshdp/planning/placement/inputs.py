@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import LinkCost
@@ -35,6 +35,11 @@ class UnitSize:
     activation_bytes: float
     input_bytes: float
     flops: float
+
+    @property
+    def anonymous(self) -> UnitSize:
+        """The same sizes without the name: equal for units that are alike."""
+        return replace(self, name="any unit")
 
     def __post_init__(self) -> None:
         for value in (self.parameters, self.trainable, self.activation_bytes, self.input_bytes, self.flops):

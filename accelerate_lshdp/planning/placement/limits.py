@@ -12,11 +12,13 @@ from accelerate_lshdp.planning.placement.batches import Batch
 from accelerate_lshdp.planning.placement.inputs import PlacementCluster
 from accelerate_lshdp.planning.placement.options import uniform_placements
 from accelerate_lshdp.planning.placement.problem import Counts, PlacementProblem
-from accelerate_lshdp.planning.placement.search import find_room
+from accelerate_lshdp.planning.placement.room import find_room
 
 
 #: The nearest limits are found to this part of them.
 _PRECISION = 2**20
+#: Branches that are looked at before limits are refused.
+_BRANCHES = 400
 
 
 def require_room(problem: PlacementProblem) -> None:
@@ -25,7 +27,7 @@ def require_room(problem: PlacementProblem) -> None:
     Raises:
         PlanningError: none does; it names limits, all by the same factor above those that were given, that one keeps.
     """
-    if find_room(problem) is not None:
+    if find_room(problem, _BRANCHES) is not None:
         return
     counts = _nearest_room(problem)
     needs = [

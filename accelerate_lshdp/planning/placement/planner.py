@@ -20,7 +20,9 @@ from accelerate_lshdp.planning.placement.limits import largest_micro_batches, re
 from accelerate_lshdp.planning.placement.options import pose_placement, uniform_placements
 from accelerate_lshdp.planning.placement.problem import PlacementProblem
 from accelerate_lshdp.planning.placement.result import PlacementResult
-from accelerate_lshdp.planning.placement.search import Solution, bound_of, find_room, solve
+from accelerate_lshdp.planning.placement.room import find_room
+from accelerate_lshdp.planning.placement.search import Solution, bound_of, solve
+from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 
 
 _ROUNDS = 40
@@ -77,7 +79,8 @@ class _Planner:
         most_steps: int,
         choice: Choice,
     ) -> None:
-        self.model, self.cluster, self.choice, self.total = model, cluster, choice, total
+        self.model, self.cluster, self.total = model, cluster, total
+        self.costs = UnitCosts(model, cluster, choice.stores, choice.checkpoint, choice.slices)
         smallest = self._problem(Batch((1,) * cluster.world))
         require_room(smallest)
         most = largest_micro_batches(self._problem, cluster)
@@ -101,15 +104,7 @@ class _Planner:
         return PlacementResult.of(problem, solution, tuple((size, batch.steps) for size in batch.sizes))
 
     def _problem(self, batch: Batch) -> PlacementProblem:
-        return pose_placement(
-            self.model,
-            self.cluster,
-            batch.sizes,
-            batch.steps,
-            stores=self.choice.stores,
-            checkpoint=self.choice.checkpoint,
-            slices=self.choice.slices,
-        )
+        return pose_placement(self.model, self.cluster, batch.sizes, batch.steps, costs=self.costs)
 
     def _try(self, batches: Iterable[Batch]) -> None:
         """Solves the batches that may be better than the best one, the most promising first."""
@@ -122,14 +117,16 @@ class _Planner:
             # Computing alone takes so long: no relaxation is needed to see that it is too slow.
             if self._is_beaten(batch, problem.computing):
                 continue
-            room = find_room(problem)
-            if room is not None:
-                candidates.append((bound_of(problem) / batch.total, batch.total, batch.sizes, batch, problem, room))
+            known = [counts for counts in uniform_placements(problem) if problem.fits(counts)]
+            if not known and (room := find_room(problem)) is not None:
+                known = [room]
+            if known:
+                bound = bound_of(problem) / batch.total
+                candidates.append((bound, batch.total, batch.sizes, batch, problem, known))
         candidates.sort(key=lambda candidate: candidate[:3])
-        for bound, *_, batch, problem, room in candidates:
+        for bound, *_, batch, problem, known in candidates:
             if self.best is not None and bound >= self.best[0]:
                 break
-            known = [room, *uniform_placements(problem)]
             solution = solve(problem, known=known, most_branches=_BRANCHES_OF_A_BATCH)
             if solution is not None and not self._is_beaten(batch, solution.nanoseconds):
                 self.best = (solution.nanoseconds / batch.total, batch, problem, solution)

@@ -105,12 +105,12 @@ def _branches_of(problem: PlacementProblem) -> int:
     return next(most for below, most in _BRANCHES if below is None or problem.unit_count < below)
 
 
-def find_room(problem: PlacementProblem) -> Counts | None:
-    """A placement that keeps all limits, however slow; None: there is none, or none was found."""
+def search_room(problem: PlacementProblem, most_branches: int) -> Counts | None:
+    """A placement that keeps all limits, however slow; None: none was found among so many branches."""
     tables = Tables(problem)
     tables.leave_out_time()
     search = _Search(problem, tables, 0.0)
-    search.explore(_branches_of(problem))
+    search.explore(most_branches)
     return None if search.best is None else tables.counts_of(search.best.astype(np.int64))
 
 
