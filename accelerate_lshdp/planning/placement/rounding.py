@@ -19,6 +19,8 @@ from accelerate_lshdp.planning.placement.tables import Tables
 _PAIRED = 64
 _ROUNDS = 200
 _SLACK = 1e-12
+#: The part of hidden sends that counts as time in repairs.
+_HIDDEN = 1e-2
 
 
 @dataclass(slots=True)
@@ -60,25 +62,26 @@ class Improver:
         counts = counts.copy()
         peaks = self.tables.used_peaks(counts)
         room = self.tables.room(peaks) + _SLACK
-        _, sums = self.tables.sums(counts)
-        memory = sums[self.phases :]
+        base, columns = self.tables.sums(counts)
         # Each move lowers what is beyond the limits, so it ends; the number of units bounds the rounds that help.
         for _ in range(4 * int(self.tables.units.sum()) + 16):
-            beyond = memory - room
+            beyond = columns[self.phases :] - room
             if (beyond <= 0).all():
                 return counts
             moves = self._moves(counts, peaks)
             row = int(beyond.argmax())
             saved = -moves.columns[..., self.phases + row]
-            price = moves.base + moves.columns[..., : self.phases] @ self.multipliers[: self.phases]
+            # What a move really costs, and a little of what it costs where nothing overlaps: where computing hides
+            # what is sent, room to hide more is worth something.
+            cost = self.tables.time(base + moves.base, columns + moves.columns) - self.tables.time(base, columns)
+            cost = cost + _HIDDEN * (moves.base + moves.columns[..., : self.phases] @ self.tables.times)
             able = moves.allowed & (saved > 1e-15)
-            ratio = np.where(
-                able, np.maximum(price, 1e-9) / np.where(able, np.minimum(saved, beyond[row]), 1.0), np.inf
-            )
+            useful = np.where(able, np.minimum(saved, beyond[row]), 1.0)
+            ratio = np.where(able, np.maximum(cost, 1e-9) / useful, np.inf)
             at, option = np.unravel_index(int(ratio.argmin()), ratio.shape)
             if not np.isfinite(ratio[at, option]):
                 return None
-            memory = memory + moves.columns[at, option, self.phases :]
+            base, columns = base + moves.base[at, option], columns + moves.columns[at, option]
             self._apply(counts, moves, at, option)
         return None
 

@@ -192,13 +192,16 @@ class _Search:
         """How to split a branch, and its two parts; None: nothing is left to choose."""
         tables, branch, relaxation = self.tables, node.branch, node.relaxation
         mixture = relaxation.mixture
-        # Memory that the mixture needs and the branch does not charge for.
+        # Peaks of the mixture that the branch does not charge for matter where they break a limit. Prices would not
+        # show it: they are 0 where the mixture seems to have room.
         used = tables.used_peaks(mixture * (mixture > 1e-9))
-        prices = relaxation.multipliers[tables.phase_count :] @ tables.peak_weights
-        missing = prices * np.maximum(0.0, used - branch.floor)
-        peak = int(missing.argmax())
-        if missing[peak] > max(self.gap, _ROUNDING) * abs(node.bound) / 4:
-            return self._split_peak(branch, peak, used[peak])
+        uncharged = np.maximum(0.0, used - branch.floor)
+        _, sums = tables.sums(mixture)
+        beyond = sums[tables.phase_count :] - tables.room(used)
+        if uncharged.any() and beyond.max() > _ROUNDING:
+            peak = int((tables.peak_weights[int(beyond.argmax())] * uncharged).argmax())
+            if uncharged[peak]:
+                return self._split_peak(branch, peak, used[peak])
         # The number of units that recompute decides most about memory, and many options are alike but for that.
         recomputing = np.where(tables.recomputes, mixture, 0.0).sum(1)
         fraction = np.abs(recomputing - np.round(recomputing))
@@ -211,9 +214,8 @@ class _Search:
         if fraction[kind, option] > 1e-7:
             below = int(np.floor(mixture[kind, option]))
             return ["count", int(kind), int(option), below], branch.split_count(kind, option, below)
-        open_peaks = np.flatnonzero(np.maximum(0.0, used - branch.floor))
-        if len(open_peaks):
-            peak = int(open_peaks[0])
+        if uncharged.any():
+            peak = int(uncharged.argmax())
             return self._split_peak(branch, peak, used[peak])
         free = np.argwhere(branch.most > branch.least)
         if not len(free):
