@@ -29,6 +29,7 @@ from accelerate_lshdp.planning.placement.tables import Branch, Tables
 #: mixture keeps grow up to it, and the bound with them beyond any step: so a branch without room is recognised.
 _GREATEST_PRICE = 1e3
 _PIVOTS = 400
+_ONE = np.ones(1)
 _TOLERANCE = 1e-10
 
 
@@ -138,7 +139,7 @@ class _Master:
         """Adds a placement; returns its number."""
         base, columns = self.tables.sums(counts)
         self.counts.append(counts)
-        self.columns.append(np.r_[columns, 1.0])
+        self.columns.append(np.concatenate((columns, _ONE)))
         self.costs.append(base)
         if len(self.counts) == 1:
             self._start()
@@ -182,7 +183,7 @@ class _Master:
         """Lets the best slack or excess enter, if one lowers the cost."""
         # Reduced costs: of a slack -price, of an excess its cost + price.
         slack, excess = -self.prices[:-1], self.excess_costs + self.prices[:-1]
-        both = np.r_[slack, excess]
+        both = np.concatenate((slack, excess))
         row = int(both.argmin())
         if both[row] >= -_TOLERANCE:
             return False

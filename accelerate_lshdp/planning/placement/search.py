@@ -33,7 +33,7 @@ _ROUNDING = 1e-9
 #: what brings the gap below 0.5 % (0.1 % from 100 units on) and takes about 0.1 s for 48 units, 1 s for 1,000.
 _BRANCHES = ((20, 4000), (40, 400), (None, 80))
 #: Gaps at which the search ends: where few kinds of units make it short, only rounding.
-_FEW_KINDS, _GAP = 20, 2e-4
+_FEW_KINDS, _GAP = 20, 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,9 @@ class _Search:
         if relaxation.bound >= self.enough:
             return
         improver = Improver(tables, relaxation.multipliers)
-        for counts in [improver.rounded(relaxation.mixture), *relaxation.parts[:1]]:
+        # Where the search begins, the largest part of the mixture is a second start.
+        starts = [improver.rounded(relaxation.mixture), *relaxation.parts[: self.best is None]]
+        for counts in starts:
             repaired = improver.repaired(counts)
             # Neighbouring branches often round to the same placement.
             if repaired is not None and (key := repaired.tobytes()) not in self.tried:
