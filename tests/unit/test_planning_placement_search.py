@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from placement_problems import least_nanoseconds, placement_count, problem_of_different_units, random_problem
 
+from accelerate_lshdp.planning import CertificateError
 from accelerate_lshdp.planning.placement.options import uniform_placements
-from accelerate_lshdp.planning.placement.problem import PlacementProblem
+from accelerate_lshdp.planning.placement.problem import MULTIPLIER_PARTS, PlacementProblem
+from accelerate_lshdp.planning.placement.result import certificate_of
 from accelerate_lshdp.planning.placement.room import find_room
 from accelerate_lshdp.planning.placement.search import solve
+from accelerate_lshdp.planning.proofs.placement import verify_placement
 
 
 #: Placements that are tried in one case at most.
@@ -108,3 +114,45 @@ def test_largest_units_are_charged_for_exactly() -> None:
         less = replace(problem, rows=(replace(row, limit=needed - 1),))
         assert solve(less).nanoseconds == least_nanoseconds(less)
         assert solve(less).memory[0] < needed
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.data())
+def test_all_multipliers_give_a_bound(data: st.DataObject) -> None:
+    """Not only those of the search: any from 0 to the times of the phases, and any of at least 0 for memory."""
+    problem = random_problem(data.draw(st.integers(0, 40)), kinds=3, units=3, options=3, rows=2, tightness=0.9)
+    expected = least_nanoseconds(problem)
+    proof = [
+        {
+            "phases": [data.draw(st.integers(0, phase.times * MULTIPLIER_PARTS)) for phase in problem.phases],
+            "rows": [data.draw(st.integers(0, 2 * MULTIPLIER_PARTS)) for _ in problem.rows],
+        }
+    ]
+    solution = solve(problem)
+    if solution is None:
+        return
+    certificate = certificate_of(problem, solution) | {"proof": proof}
+    slower = max_nanoseconds_within(problem)
+    if slower is not None and slower[0] > expected:
+        nanoseconds, counts = slower
+        other = certificate | {
+            "counts": counts,
+            "step_nanoseconds": nanoseconds,
+            "memory_bytes": problem.memory(counts),
+            "bound_nanoseconds": expected + 1,  # and so false
+        }
+        with pytest.raises(CertificateError, match="does not hold"):
+            verify_placement(problem, other)
+
+
+def max_nanoseconds_within(problem: PlacementProblem) -> tuple[int, list[list[int]]] | None:
+    """The slowest placement within the limits in which all units of a kind are alike."""
+    found = []
+    for chosen in itertools.product(*(range(len(kind.options)) for kind in problem.kinds)):
+        counts = [
+            [len(kind.units) * (place == own) for place in range(len(kind.options))]
+            for kind, own in zip(problem.kinds, chosen, strict=True)
+        ]
+        if problem.fits(counts):
+            found.append((problem.nanoseconds(counts), counts))
+    return max(found, default=None)

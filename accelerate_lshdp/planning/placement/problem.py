@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -212,9 +212,9 @@ class PlacementProblem:
             ],
         }
 
-    def _chosen(self, counts: Counts):
+    def _chosen(self, counts: Counts) -> Iterator[tuple[Option, int]]:
         for kind, own in zip(self.kinds, counts, strict=True):
             yield from zip(kind.options, own, strict=True)
 
-    def _sum(self, counts: Counts, of) -> int:
+    def _sum(self, counts: Counts, of: Callable[[Option], int]) -> int:
         return sum(count * of(option) for option, count in self._chosen(counts) if count)
