@@ -1,0 +1,155 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What placements are planned from: the sizes of a model's units, and a cluster with the limits of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from accelerate_lshdp.documents.curves import RankProfile
+from accelerate_lshdp.documents.network import LinkCost
+from accelerate_lshdp.planning.cost.memory import StateBytes
+from accelerate_lshdp.planning.cuts.step_time import PlanningError
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """The sizes of one unit of a model.
+
+    Args:
+        name: of its module; the empty string for the root, what is in no unit.
+        parameters: number of its parameters.
+        trainable: number of those that have gradients and optimizer states.
+        activation_bytes: bytes of one sample that it keeps for its backward.
+        input_bytes: bytes of one sample that are kept instead if its activations are recomputed: those of its input.
+        flops: operations of one sample's forward.
+
+    Raises:
+        PlanningError: a size is negative or not finite, or more is trainable than there is.
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    activation_bytes: float
+    input_bytes: float
+    flops: float
+
+    @property
+    def anonymous(self) -> UnitSize:
+        """The same sizes without the name: equal for units that are alike."""
+        return replace(self, name="any unit")
+
+    def __post_init__(self) -> None:
+        for value in (self.parameters, self.trainable, self.activation_bytes, self.input_bytes, self.flops):
+            if not 0 <= value < math.inf:
+                raise PlanningError(
+                    f'found a size of {value} of unit "{self.name}", expected a finite one of at least 0'
+                )
+        if self.trainable > self.parameters:
+            raise PlanningError(
+                f'found {self.trainable} trainable parameters of unit "{self.name}", expected at most its'
+                f" {self.parameters}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """The sizes of a model.
+
+    Args:
+        units: in the order of the forward.
+        root: what is in no unit, such as embeddings and heads. It is gathered before the first unit and reduced after
+            the last one.
+        working_bytes: bytes of one sample that exist for a moment of a backward and are no unit's: the gradient of the
+            largest activation.
+        state_bytes: bytes of one parameter in each of its roles.
+    """
+
+    units: tuple[UnitSize, ...]
+    root: UnitSize
+    working_bytes: float = 0.0
+    state_bytes: StateBytes = field(default_factory=StateBytes)
+
+    @property
+    def everything(self) -> tuple[UnitSize, ...]:
+        """All units, and the root if it has anything."""
+        return (*self.units, self.root) if self.root.parameters or self.root.activation_bytes else self.units
+
+    @property
+    def trainable(self) -> int:
+        """Number of trainable parameters."""
+        return sum(unit.trainable for unit in self.everything)
+
+    @property
+    def flops(self) -> float:
+        """Operations of one sample's forward."""
+        return sum(unit.flops for unit in self.everything)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCluster:
+    """The ranks of a cluster, their links and their limits.
+
+    Args:
+        nodes: ranks on each node, in rank order.
+        profiles: one for each rank: seconds of forward and backward without recomputing, the largest micro-batch, and
+            as `fixed_seconds` the optimizer step of all parameters on its device.
+        memory_limits: bytes that each rank may use, one a rank.
+        link: between nodes; all ranks of a node share it.
+        inside: of each device to the others of its node.
+        device_link: between host memory and each device. None: the host computes, and "host" is not offered, as it is
+            the same as "node".
+        host_limits: bytes of host memory that parameters and states may use, one a node. None: any number.
+        host_optimizer_seconds: of an optimizer step of all parameters on the host, one a node. Empty: 0.
+        process_bytes: bytes that each rank needs beside parameters, states and activations.
+        streams: devices send while they compute. Else only what travels between nodes once a step does (see
+            `StrategyTraits.overlaps`), and all other exchanges stop the computing.
+
+    Raises:
+        PlanningError: numbers do not match, or a limit is not positive.
+    """
+
+    nodes: tuple[int, ...]
+    profiles: Sequence[RankProfile]
+    memory_limits: tuple[int, ...]
+    link: LinkCost
+    inside: LinkCost
+    device_link: LinkCost | None = None
+    host_limits: tuple[int, ...] | None = None
+    host_optimizer_seconds: tuple[float, ...] = ()
+    process_bytes: int = 0
+    streams: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.nodes or min(self.nodes) < 1:
+            raise PlanningError(f"found nodes with {list(self.nodes)} ranks, expected at least one rank on each")
+        world = sum(self.nodes)
+        if len(self.profiles) != world or len(self.memory_limits) != world:
+            raise PlanningError(
+                f"found {len(self.profiles)} profiles and {len(self.memory_limits)} memory limits, expected {world} of"
+                " both, one a rank"
+            )
+        if min(self.memory_limits) < 1:
+            raise PlanningError(
+                f"found memory limits of {list(self.memory_limits)}, expected positive numbers of bytes"
+            )
+        for name in ("host_limits", "host_optimizer_seconds"):
+            if getattr(self, name) and len(getattr(self, name)) != len(self.nodes):
+                raise PlanningError(f"found {name} of {len(getattr(self, name))} nodes, expected {len(self.nodes)}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return sum(self.nodes)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all nodes have the same number of ranks."""
+        return len(set(self.nodes)) == 1
+
+    @property
+    def node_sizes_of_ranks(self) -> list[int]:
+        """The number of ranks on each rank's node."""
+        return [size for size in self.nodes for _ in range(size)]

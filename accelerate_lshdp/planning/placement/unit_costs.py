@@ -1,0 +1,185 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The costs of a unit with each of its placements, without a batch: computed once, used for every batch.
+
+A unit that is computed is gathered whole, or slice by slice; the gathered copy of `world_kept` stays from the forward
+to the backward, and of `world_to_node` the node's shards do. The root is gathered, and its gradient not reduced, from
+the first operation to the last, so both are counted throughout. Where a step has several micro-batches, world-sharded
+units keep their whole gradients between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
+from accelerate_lshdp.planning.cuts.step_time import PlanningError
+from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
+from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCost:
+    """The costs of one placement of a unit.
+
+    Args:
+        placement: store, checkpointing and slices.
+        send: nanoseconds of each phase for which links are busy.
+        work: nanoseconds of each phase for which exchanges stop the computing.
+        serial: nanoseconds of the optimizer step.
+        state_bytes: bytes throughout a step on a rank of each node size, without activations.
+        host_bytes: bytes on each host.
+        sample_bytes: bytes of one sample that are kept for the backward.
+        recomputed_flops: operations of one sample that are repeated in the backward.
+        peaks: bytes of each `Peak`, recomputed ones for each sample.
+    """
+
+    placement: UnitPlacement
+    send: tuple[int, ...]
+    work: tuple[int, ...]
+    serial: int
+    state_bytes: dict[int, float]
+    host_bytes: int
+    sample_bytes: float
+    recomputed_flops: float
+    peaks: tuple[int, int, int]
+
+
+class UnitCosts:
+    """The costs of all placements of a model's units on a cluster.
+
+    Args:
+        model: sizes of its units.
+        cluster: ranks, links and limits.
+        stores: that may be used. None: all that differ on the cluster.
+        checkpoint: whether units may keep their activations (False), recompute them (True), or either. The root never
+            recomputes.
+        slices: numbers of slices that units of world-sharded stores may be gathered in.
+    """
+
+    def __init__(
+        self,
+        model: ModelSizes,
+        cluster: PlacementCluster,
+        stores: Sequence[UnitStore] | None = None,
+        checkpoint: Sequence[bool] = (False, True),
+        slices: Sequence[int] = (1,),
+    ) -> None:
+        self.model, self.cluster = model, cluster
+        self._stores, self._checkpoint, self._slices = stores, tuple(checkpoint), tuple(slices)
+        self._traffic = TrafficOf(cluster)
+        self._known: dict[tuple[UnitSize, bool], list[UnitCost]] = {}
+
+    def of(self, unit: UnitSize, accumulates: bool) -> list[UnitCost]:
+        """The costs of a unit's placements.
+
+        Args:
+            unit: of the model.
+            accumulates: a step has several micro-batches: four phases instead of two.
+
+        Raises:
+            PlanningError: no store is left.
+        """
+        if (unit, accumulates) not in self._known:
+            is_root = unit is self.model.root
+            self._known[unit, accumulates] = [
+                self._cost(unit, placement, accumulates, is_root) for placement in self._placements(is_root)
+            ]
+        return self._known[unit, accumulates]
+
+    def _placements(self, is_root: bool) -> list[UnitPlacement]:
+        offered = offered_stores(self.cluster, is_root=is_root)
+        stores = offered
+        if self._stores is not None:
+            stores = [store for store in offered if store in self._stores]
+            # A root needs some store: where the only ones are none of its own, that which gathers as often.
+            if is_root and not stores and UnitStore.WORLD in offered:
+                stores = [UnitStore.WORLD]
+        if not stores:
+            raise PlanningError(
+                f"found the stores {[str(store) for store in self._stores or ()]}, expected some of"
+                f" {[str(store) for store in offered]}, which this cluster has"
+            )
+        if is_root:
+            return [UnitPlacement(store=store) for store in stores]
+        return [
+            UnitPlacement(store=store, checkpoint=checkpoint, slices=slices)
+            for store, checkpoint, slices in product(stores, self._checkpoint, self._slices)
+            if slices == 1 or store.strategy.is_world_sharded
+        ]
+
+    def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
+        each, store, slices = self.model.state_bytes, placement.store, placement.slices
+        gathered, unreduced = unit.parameters * each.gathered, unit.trainable * each.unreduced
+        traffic = self._traffic(
+            store,
+            gathered,
+            unit.trainable * each.gradient,
+            unit.parameters * each.parameter,
+            slices=slices,
+            is_root=is_root,
+        )
+        send, work = self._phase_seconds(traffic, accumulates)
+        states = unit.parameters * each.parameter + unit.trainable * (each.gradient + each.optimizer)
+        is_whole, on_host = store is UnitStore.REPLICATE, store is UnitStore.HOST
+        kept: dict[int, float] = {}
+        for size in set(self.cluster.nodes):
+            needed = 0.0 if on_host else states / self._share(store, size)
+            if is_whole:
+                needed += gathered if each.gathered != each.parameter else 0.0  # autocast's copy
+            elif is_root:
+                needed += gathered + unreduced
+            else:
+                needed += gathered if store is UnitStore.WORLD_KEPT else 0.0
+                needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
+                needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
+            kept[size] = needed
+        return UnitCost(
+            placement,
+            tuple(map(whole_nanoseconds, send)),
+            tuple(map(whole_nanoseconds, work)),
+            whole_nanoseconds(self._optimizer_seconds(unit, store)),
+            kept,
+            math.ceil(states) if on_host else 0,
+            unit.input_bytes if placement.checkpoint else unit.activation_bytes,
+            unit.flops if placement.checkpoint else 0.0,
+            (
+                0 if is_whole or is_root or store is UnitStore.WORLD_KEPT else math.ceil(gathered / slices),
+                0 if is_whole or is_root else math.ceil(unreduced / slices),
+                math.ceil(unit.activation_bytes) if placement.checkpoint else 0,
+            ),
+        )
+
+    def _phase_seconds(self, traffic: Traffic, accumulates: bool) -> tuple[list[float], list[float]]:
+        """Seconds of each phase for which links are busy, and for which computing stops."""
+        phases = [traffic.forward + traffic.first_forward, traffic.backward + traffic.last_backward]
+        if accumulates:
+            phases = [phases[0], traffic.forward, phases[1], traffic.backward]
+        between, inside = [phase.between for phase in phases], [phase.inside for phase in phases]
+        both, nothing = [sum(pair) for pair in zip(between, inside, strict=True)], [0.0] * len(phases)
+        if self.cluster.streams:
+            return both, nothing
+        return (between, inside) if traffic.overlaps else (nothing, both)
+
+    def _optimizer_seconds(self, unit: UnitSize, store: UnitStore) -> float:
+        """Seconds of the optimizer step of a unit on the slowest rank or host."""
+        if not self.model.trainable:
+            return 0.0
+        part = unit.trainable / self.model.trainable
+        if store is UnitStore.HOST:
+            return part * max(self.cluster.host_optimizer_seconds, default=0.0)
+        ranks = zip(self.cluster.profiles, self.cluster.node_sizes_of_ranks, strict=True)
+        return part * max(profile.fixed_seconds / self._share(store, size) for profile, size in ranks)
+
+    def _share(self, store: UnitStore, node_size: int) -> int:
+        """The number of ranks that share one copy of a unit's states."""
+        if store is UnitStore.REPLICATE:
+            return 1
+        return node_size if store.strategy.is_node_sharded else self.cluster.world
+
+
+def whole_nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, rounded up: no prediction is shortened."""
+    return math.ceil(seconds * 1e9)

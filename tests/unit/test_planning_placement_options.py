@@ -1,0 +1,275 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What each placement of a unit costs: written out here for two small clusters, and against the cost model's bytes."""
+
+from __future__ import annotations
+
+import pytest
+from placement_problems import cluster_for
+
+from accelerate_lshdp.documents.placement import UnitStore
+from accelerate_lshdp.planning import PlanningError
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory
+from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
+from accelerate_lshdp.planning.placement.options import pose_placement, uniform_counts
+from accelerate_lshdp.planning.placement.problem import Option, PlacementProblem
+from accelerate_lshdp.planning.placement.traffic import offered_stores
+from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
+
+
+P = 6_000_000  # parameters of a unit
+MODEL = ModelSizes(
+    units=tuple(UnitSize(f"h.{place}", P, P, 3_000_000, 200_000, 9e9) for place in range(4)),
+    root=UnitSize("", P // 2, P // 2, 1_000_000, 0, 1e9),
+    working_bytes=500_000,
+)
+EVEN, UNEVEN = (2, 2), (1, 3)
+AMPLE = 10**12
+BETWEEN, INSIDE, COPY = 1e9, 6e9, 1e10  # bytes a second, see `cluster_for`
+HOP, STEP, COPIED = 30e-6, 4e-6, 20e-6  # seconds of each message
+
+
+def posed(nodes: tuple[int, ...], samples: int = 2, steps: int = 1, **options) -> PlacementProblem:
+    cluster = {name: options.pop(name) for name in ("has_host", "streams", "host_limits") if name in options}
+    placed_on = cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes), **cluster)
+    costs = UnitCosts(MODEL, placed_on, **options)
+    return pose_placement(MODEL, placed_on, (samples,) * sum(nodes), steps, costs=costs)
+
+
+def option(problem: PlacementProblem, store: UnitStore, *, root: bool = False, **placement) -> Option:
+    wanted = {"store": store, "checkpoint": False, "slices": 1, **placement}
+    kind = next(kind for kind in problem.kinds if (kind.units == ("",)) is root)
+    (found,) = (
+        own for own in kind.options if all(getattr(own.placement, name) == value for name, value in wanted.items())
+    )
+    return found
+
+
+def nanoseconds(seconds: float) -> object:
+    return pytest.approx(seconds * 1e9, abs=1)
+
+
+def test_units_that_are_alike_are_one_kind() -> None:
+    problem = posed(EVEN)
+    assert [kind.units for kind in problem.kinds] == [("h.0", "h.1", "h.2", "h.3"), ("",)]
+
+
+# Seconds of one unit on two nodes of two ranks: gathering half of it inside the node, a world's part between nodes.
+GATHER = STEP + 2 * P / INSIDE
+BETWEEN_HALF = HOP + 2 * P / BETWEEN
+ALL_REDUCE = 2 * HOP + 4 * P / BETWEEN
+TO_HOST = COPIED + 2 * P / COPY
+
+
+@pytest.mark.parametrize(
+    "store, forward, backward",
+    [
+        (UnitStore.REPLICATE, 0, 2 * GATHER + ALL_REDUCE),
+        (UnitStore.NODE, GATHER, 2 * GATHER + ALL_REDUCE),
+        (UnitStore.WORLD, BETWEEN_HALF + GATHER, 2 * (BETWEEN_HALF + GATHER)),
+        (UnitStore.WORLD_KEPT, BETWEEN_HALF + GATHER, BETWEEN_HALF + GATHER),
+        (UnitStore.WORLD_TO_NODE, BETWEEN_HALF + GATHER, 2 * GATHER + BETWEEN_HALF),
+        (UnitStore.HOST, TO_HOST + GATHER, 2 * (TO_HOST + GATHER) + ALL_REDUCE),
+    ],
+)
+def test_sends_on_even_nodes(store: UnitStore, forward: float, backward: float) -> None:
+    own = option(posed(EVEN, has_host=True), store)
+    assert own.send == (nanoseconds(forward), nanoseconds(backward))
+    assert own.work == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "store, forward, backward",
+    [
+        # Three ranks hold thirds; one rank holds everything, and sums each third with its owner.
+        (UnitStore.REPLICATE, 0, 2 * (2 * STEP + 4 * P * 2 / 3 / INSIDE) + ALL_REDUCE),
+        (UnitStore.NODE, 2 * STEP + 4 * P * 2 / 3 / INSIDE, 2 * (2 * STEP + 4 * P * 2 / 3 / INSIDE) + ALL_REDUCE),
+        # A ring over four ranks, and an all-to-all from both nodes, of which each sends 3/4 of a unit.
+        (UnitStore.WORLD, 3 * HOP + 3 * P / BETWEEN, 4 * HOP + 6 * P / BETWEEN),
+        (UnitStore.WORLD_KEPT, 3 * HOP + 3 * P / BETWEEN, HOP + 3 * P / BETWEEN),
+    ],
+)
+def test_sends_on_uneven_nodes(store: UnitStore, forward: float, backward: float) -> None:
+    own = option(posed(UNEVEN), store)
+    assert own.send == (nanoseconds(forward), nanoseconds(backward))
+
+
+def test_uneven_nodes_have_no_shards_to_come_back_to() -> None:
+    offered = {
+        nodes: offered_stores(cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes)), is_root=False)
+        for nodes in (EVEN, UNEVEN)
+    }
+    assert UnitStore.WORLD_TO_NODE in offered[EVEN]
+    assert UnitStore.WORLD_TO_NODE not in offered[UNEVEN] and UnitStore.NODE in offered[UNEVEN]
+    with pytest.raises(PlanningError, match="expected some of .*'world_kept'"):
+        posed(UNEVEN, stores=(UnitStore.WORLD_TO_NODE,))
+
+
+def test_what_does_not_differ_is_not_offered() -> None:
+    alone = offered_stores(cluster_for(MODEL, (1,), (AMPLE,)), is_root=False)
+    single = offered_stores(cluster_for(MODEL, (1, 1), (AMPLE,) * 2), is_root=False)
+    assert alone == [UnitStore.REPLICATE]
+    assert single == [UnitStore.REPLICATE, UnitStore.WORLD, UnitStore.WORLD_KEPT]
+    assert UnitStore.HOST in offered_stores(cluster_for(MODEL, (1,), (AMPLE,), has_host=True), is_root=True)
+
+
+def test_the_root_is_gathered_once_a_micro_batch() -> None:
+    half = HOP + P / BETWEEN + STEP + P / INSIDE
+    own = option(posed(EVEN), UnitStore.WORLD, root=True)
+    assert own.send == (nanoseconds(half), nanoseconds(half))
+    # Gathered, and its gradient not reduced, all the time: nothing of it comes and goes.
+    assert own.memory[0] == 16 * P // 2 // 4 + 8 * P // 2 + 2 * 1_000_000 and own.peaks == (0, 0, 0)
+
+
+STATES = 16 * P
+
+
+@pytest.mark.parametrize(
+    "store, kept, peaks",
+    [
+        (UnitStore.REPLICATE, STATES, (0, 0)),
+        (UnitStore.NODE, STATES // 2, (4 * P, 4 * P)),
+        (UnitStore.WORLD, STATES // 4, (4 * P, 4 * P)),
+        (UnitStore.WORLD_KEPT, STATES // 4 + 4 * P, (0, 4 * P)),
+        (UnitStore.WORLD_TO_NODE, STATES // 4 + 2 * P, (4 * P, 4 * P)),
+        (UnitStore.HOST, 0, (4 * P, 4 * P)),
+    ],
+)
+def test_memory_of_stores(store: UnitStore, kept: int, peaks: tuple[int, int]) -> None:
+    problem = posed(EVEN, samples=3, has_host=True, host_limits=(AMPLE, AMPLE))
+    own = option(problem, store)
+    on_host = STATES if store is UnitStore.HOST else 0
+    assert own.memory == (kept + 3 * 3_000_000, on_host, on_host)
+    assert own.peaks == (*peaks, 0)
+    again = option(problem, store, checkpoint=True)
+    assert again.memory[0] == kept + 3 * 200_000
+    assert again.peaks == (*peaks, 3_000_000)
+    assert problem.rows[0].peak_weights == (2, 1, 3) and problem.rows[0].fixed == 3 * 500_000
+
+
+def test_a_node_of_one_rank_keeps_everything() -> None:
+    """On uneven nodes the rows of memory differ."""
+    problem = posed(UNEVEN)
+    assert [row.ranks for row in problem.rows] == [(0,), (1, 2, 3)]
+    assert option(problem, UnitStore.NODE).memory == (STATES + 6_000_000, STATES // 3 + 6_000_000)
+    assert option(problem, UnitStore.WORLD).memory == (STATES // 4 + 6_000_000,) * 2
+
+
+def test_recomputing_takes_a_forward_in_the_backward() -> None:
+    problem = posed(EVEN)
+    forward, backward = (phase.nanoseconds for phase in problem.phases)
+    assert backward == pytest.approx(2 * forward, abs=2)
+    again = option(problem, UnitStore.NODE, checkpoint=True).work
+    assert again == (0, pytest.approx(forward * 9 / 37, rel=1e-6))
+
+
+def test_several_micro_batches_send_gradients_once() -> None:
+    once, often = posed(EVEN), posed(EVEN, steps=3)
+    assert [(phase.name, phase.times) for phase in often.phases] == [
+        ("first forward", 1),
+        ("other forwards", 2),
+        ("last backward", 1),
+        ("other backwards", 2),
+    ]
+    for store in (UnitStore.REPLICATE, UnitStore.NODE, UnitStore.WORLD, UnitStore.WORLD_KEPT):
+        first, others, last, others_back = option(often, store).send
+        assert (first, last) == option(once, store).send
+    assert option(often, UnitStore.REPLICATE).send[1::2] == (0, 0)
+    assert option(often, UnitStore.WORLD_KEPT).send[1::2] == (0, 0)
+    assert option(often, UnitStore.NODE).send[1::2] == (nanoseconds(GATHER), nanoseconds(2 * GATHER))
+    assert option(often, UnitStore.WORLD).send[1::2] == (nanoseconds(BETWEEN_HALF + GATHER),) * 2
+    # The sum of the micro-batches' gradients is whole on every rank until the last one.
+    more = option(often, UnitStore.WORLD).memory[0] - option(once, UnitStore.WORLD).memory[0]
+    assert more == 4 * P
+    assert option(often, UnitStore.NODE).memory == option(once, UnitStore.NODE).memory
+
+
+def test_without_streams_exchanges_stop_the_computing() -> None:
+    problem = posed(EVEN, streams=False)
+    world, node = option(problem, UnitStore.WORLD), option(problem, UnitStore.NODE)
+    assert world.send == (0, 0)
+    assert world.work == (nanoseconds(BETWEEN_HALF + GATHER), nanoseconds(2 * (BETWEEN_HALF + GATHER)))
+    assert node.send == (0, nanoseconds(ALL_REDUCE))
+    assert node.work == (nanoseconds(GATHER), nanoseconds(2 * GATHER))
+
+
+def test_slices_shrink_what_is_gathered_at_a_time() -> None:
+    problem = posed(EVEN, slices=(1, 4))
+    whole, sliced = option(problem, UnitStore.WORLD), option(problem, UnitStore.WORLD, slices=4)
+    assert sliced.peaks == (P, P, 0) and whole.peaks == (4 * P, 4 * P, 0)
+    assert sliced.memory == whole.memory
+    # As many bytes in four times as many messages.
+    assert sliced.send[0] == nanoseconds(4 * (HOP + STEP) + 2 * P / BETWEEN + 2 * P / INSIDE)
+    assert {own.placement.slices for own in problem.kinds[1].options} == {1}
+    assert not any(
+        own.placement.slices > 1
+        for own in problem.kinds[0].options
+        if not own.placement.store.strategy.is_world_sharded
+    )
+
+
+def test_optimizer_steps_go_by_what_a_rank_keeps() -> None:
+    problem = posed(EVEN, has_host=True)
+    whole = 1e-11 * P
+    expected = {
+        UnitStore.REPLICATE: whole,
+        UnitStore.NODE: whole / 2,
+        UnitStore.WORLD: whole / 4,
+        UnitStore.HOST: 2e-10 * P,
+    }
+    for store, seconds in expected.items():
+        assert option(problem, store).serial == nanoseconds(seconds)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("nodes", [EVEN, (4,), (2, 2, 2)])
+def test_memory_is_that_of_the_strategies(precision: str, nodes: tuple[int, ...]) -> None:
+    """Uniform placements take what the cost model says of their strategies; it counts no activations."""
+    model = ModelSizes(
+        tuple(UnitSize(f"h.{place}", P, P // 2, 0, 0, 1e9) for place in range(3)),
+        UnitSize("", P, P, 0, 0, 1e9),
+        state_bytes=STATE_BYTES[precision],
+    )
+    problem = pose_placement(model, cluster_for(model, nodes, (AMPLE,) * sum(nodes)), (1,) * sum(nodes))
+    counts = ModelCounts(4 * P, P // 2 * 3 + P, (P,) * 3)
+    for store, strategy in (
+        (UnitStore.REPLICATE, "ddp"),
+        (UnitStore.NODE, "group_sharding"),
+        (UnitStore.WORLD, "fsdp"),
+    ):
+        (needed,) = problem.memory(uniform_counts(problem, store, False))
+        memory = rank_memory(strategy, counts, nodes, state_bytes=STATE_BYTES[precision])[0]
+        # The cost model takes all parameters of a unit for its unreduced gradient, also those without one.
+        frozen = 0 if store is UnitStore.REPLICATE else (P - P // 2) * STATE_BYTES[precision].unreduced
+        assert needed + frozen == memory.device_bytes
+
+
+def test_slowest_rank_and_wrong_batches() -> None:
+    cluster = cluster_for(MODEL, EVEN, (AMPLE,) * 4, flops=(6e12, 6e12, 3e12, 6e12), largest=8)
+    fast = pose_placement(MODEL, cluster, (4, 4, 2, 4))
+    slow = pose_placement(MODEL, cluster, (4, 4, 4, 4))
+    assert slow.phases[0].nanoseconds == pytest.approx(2 * fast.phases[0].nanoseconds, abs=2)
+    for sizes in ((4, 4, 4), (4, 4, 0, 4), (4, 4, 9, 4)):
+        with pytest.raises(PlanningError):
+            pose_placement(MODEL, cluster, sizes)
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({"memory_limits": (1, 1)}, "2 memory limits, expected 4"),
+        ({"memory_limits": (1, 1, 1, 0)}, "expected positive"),
+        ({"nodes": (2, 0)}, "at least one rank"),
+        ({"host_limits": (1,)}, "host_limits of 1 nodes"),
+    ],
+)
+def test_clusters_that_are_refused(change: dict[str, object], complaint: str) -> None:
+    good = cluster_for(MODEL, EVEN, (AMPLE,) * 4)
+    fields = {name: getattr(good, name) for name in ("nodes", "profiles", "memory_limits", "link", "inside")}
+    with pytest.raises(PlanningError, match=complaint):
+        PlacementCluster(**{**fields, **change})
+
+
+@pytest.mark.parametrize("sizes", [(-1, 0, 0, 0, 0), (1, 2, 0, 0, 0), (1, 1, float("nan"), 0, 0)])
+def test_units_that_are_refused(sizes: tuple[float, ...]) -> None:
+    with pytest.raises(PlanningError):
+        UnitSize("h.0", *sizes)
