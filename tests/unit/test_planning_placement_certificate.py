@@ -149,12 +149,13 @@ def test_a_certificate_of_another_limit_is_refused() -> None:
         verify_placement(replace(problem, rows=(row, *problem.rows[1:])), certificate)
 
 
-def test_no_mutated_certificate_with_a_false_claim_is_accepted() -> None:
-    """10,000 certificates with one or two changes: what is accepted is true, by trying all placements."""
+@pytest.mark.parametrize("mutations", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_mutated_certificate_with_a_false_claim_is_accepted(mutations: int) -> None:
+    """Certificates with one or two changes: what is accepted is true, by trying all placements."""
     rng = random.Random(0)
     accepted = 0
     cases = [(problem := small_problem(seed), certified(problem), least_nanoseconds(problem)) for seed in range(25)]
-    for number in range(10_000):
+    for number in range(mutations):
         problem, valid, optimum = cases[number % len(cases)]
         certificate = copy.deepcopy(valid)
         for _ in range(rng.choice((1, 1, 2))):
@@ -171,7 +172,7 @@ def test_no_mutated_certificate_with_a_false_claim_is_accepted() -> None:
         assert problem.memory(counts) == certificate["memory_bytes"]
         assert certificate["bound_nanoseconds"] <= optimum
     # A lower bound, another multiplier or a placement with its own figures is true, too: the test sees some.
-    assert 100 < accepted < 5_000
+    assert 0.01 * mutations < accepted < 0.5 * mutations
 
 
 def _mutate(certificate: dict[str, Any], rng: random.Random, problem: PlacementProblem) -> None:
