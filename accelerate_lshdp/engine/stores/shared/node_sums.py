@@ -92,10 +92,12 @@ class _CopiedSums(NodeReduction):
         return bool(self._table.final[index] >= self._backward)
 
     def finish_bucket(self, index: int, copy: Callable[[], None] | None) -> None:
-        """Waits until this rank may use the final sum of a bucket; the seconds are the caller's to count.
+        """Waits for the final sum of a bucket; after the last one, until this rank may change all of them.
+
+        The seconds are the caller's to count.
 
         Args:
-            index: of the bucket; all ranks take them in the same order.
+            index: of the bucket; all ranks take them in the order of their indices.
             copy: takes the sum out of the bucket; None: it is used where it is.
 
         Raises:
@@ -106,10 +108,13 @@ class _CopiedSums(NodeReduction):
         self._wait(lambda: self.is_final(index), "sum gradients between nodes")
         if copy is not None:
             copy()
-            self._publish(self._table.taken, (self._rank, index), self._backward)
-        else:
-            # Not a moment earlier: the script may change gradients where they are, by clipping or zero_grad.
-            taken = self._table.taken[1:, index]
+        if index < len(self._buckets) - 1:
+            return
+        # Once, and not for each bucket: ranks would wake each other, and the owner of the next bucket would wait.
+        self._publish(self._table.taken, self._rank, self._backward)
+        if copy is None:
+            # The script may change gradients where they are, by clipping or zero_grad: the others need theirs first.
+            taken = self._table.taken
             self._wait(lambda: bool((taken >= self._backward).all()), "copy the sum of their gradients")
 
 

@@ -34,8 +34,8 @@ class NodeTable:
         entered: the backward that each rank has begun, shape (ranks,).
         added: the backward whose part each rank has added to each bucket, shape (ranks, buckets).
         final: the backward whose sum over all nodes each bucket holds, shape (buckets,).
-        taken: the backward whose sum each rank has copied from each bucket, shape (ranks, buckets); used where every
-            rank has parameters of its own.
+        taken: the backward whose sums each rank has copied from all buckets, shape (ranks,); used where every rank has
+            gradients of its own.
         failed: the last backward of each rank that failed, shape (ranks,).
         arrived: how many barriers each rank has come to, shape (ranks,).
         purposes: which ``BarrierPurpose`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
@@ -45,9 +45,9 @@ class NodeTable:
     """
 
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout) -> None:
-        one_a_rank = ("entered", "failed", "arrived", "collectives")
+        one_a_rank = ("entered", "failed", "arrived", "collectives", "taken")
         self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
-        self._shapes.update(taken=(ranks, buckets), purposes=(2, ranks))
+        self._shapes["purposes"] = (2, ranks)
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
         self._numbers = numbers
         self._posted_place = layout.place(16 * numbers)
