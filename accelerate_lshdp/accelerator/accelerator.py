@@ -261,7 +261,8 @@ class LSHDPAccelerator(Accelerator):
         model = checked(self.session, model, self.state.dynamo_plugin.backend)
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.policies.is_sharded:
-            if not self.policies.strategy.is_offloaded:
+            # Units that differ are moved one by one: those of the host may not fit the device together.
+            if not (self.policies.strategy.is_offloaded or self.policies.of_stores):
                 model = model.to(self.device)
             if model not in self._models:  # it may have been prepared for evaluation before
                 self._models.append(model)
@@ -274,7 +275,8 @@ class LSHDPAccelerator(Accelerator):
             trains_several = self._loader_context.trains_several_samples
             prepared.attachments.add(*allow_single_values(model, trains_several, logger.warning_once))
         if len(engine.models) > 1:
-            self.session.exchange.make_model_groups(None if prepared.can_be_completed else self.policies.shard_groups)
+            # By the policies, not by this model: another one may be sharded where this one is not.
+            self.session.exchange.make_model_groups(self.policies.shard_groups if self.policies.is_sharded else None)
         self.session.take_optimizers(
             [optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters()
         )

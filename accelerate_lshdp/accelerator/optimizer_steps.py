@@ -117,6 +117,10 @@ class OptimizerSteps:
         """Called after the optimizer has changed parameters."""
         self._session.optimizer_stepped(optimizer)
 
+    def step_is_over(self) -> None:
+        """An optimizer has stepped, or its step has failed."""
+        self._session.engine.restore_groups()
+
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer did not step, because gradients have overflowed on some rank: they are of the past."""
         self._session.unstepped.step_ended(optimizer)
@@ -165,7 +169,12 @@ class PreparedOptimizer(AcceleratedOptimizer):
     """What ``prepare`` returns for an optimizer: accelerate's, and what it does to gradients is told."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        super().step(closure)
+        try:
+            super().step(closure)
+        finally:
+            # torch calls no hook where the step has raised; the script may go on with the optimizer's groups.
+            for follower in followers(self.optimizer):
+                follower.step_is_over()
         # With fp16 an overflow skips the optimizer's own step, and its hooks with it.
         if self.gradient_state.sync_gradients and self.step_was_skipped:
             for follower in followers(self.optimizer):

@@ -224,20 +224,21 @@ class Engine:
         self._hidden += hide_unowned_gradients(optimizer)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares an optimizer's groups for its step, before it looks at them; undone by `after_step`."""
+        """Prepares an optimizer's groups for its step, before it looks at them; undone by `restore_groups`."""
         # Of a step that failed: torch calls nothing then.
         self._hidden = []
-        self._restore_groups()
+        self.restore_groups()
         self._step_groups = LayoutGroups(optimizer)
 
-    def _restore_groups(self) -> None:
+    def restore_groups(self) -> None:
+        """Gives the optimizer that has stepped, or failed to, its own groups again."""
         if self._step_groups is not None:
             self._step_groups.restore()
             self._step_groups = None
 
     def after_step(self) -> None:
         """Says that an optimizer has changed parameters (collective where ranks share them)."""
-        self._restore_groups()
+        self.restore_groups()
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -26,11 +26,15 @@ class LayoutGroups:
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
         self._parts = [_by_layout(group) for group in self._groups]
-        # The list itself, not its items: schedulers and loggers of the script may hold the groups.
-        optimizer.param_groups = [part for parts in self._parts for part in parts]
+        self._are_cut = any(len(parts) > 1 for parts in self._parts)
+        if self._are_cut:
+            # The list itself, not its items: schedulers and loggers of the script may hold the groups.
+            optimizer.param_groups = [part for parts in self._parts for part in parts]
 
     def restore(self) -> None:
         """Gives the optimizer its groups again, with what the step has written into them."""
+        if not self._are_cut:
+            return
         for group, parts in zip(self._groups, self._parts, strict=True):
             if parts[0] is not group:
                 # Counters that an optimizer keeps in its groups have gone on alike in all parts.

@@ -67,7 +67,7 @@ def place_units(
 def _require_one_placement(chosen: dict[str, UnitPlacement]) -> None:
     if len(set(chosen.values())) > 1:
         # FSDP2 itself would untie them silently where one of them stays whole.
-        found = ", ".join(f'{name or "the rest of the model"}: "{each.store}"' for name, each in chosen.items())
+        found = ", ".join(f'{name or "the rest of the model"}: "{each}"' for name, each in chosen.items())
         raise ValueError(
             f"found units with tied parameters in different placements ({found}), expected one placement for all of "
             "them. Give them the same store, checkpoint and slices"

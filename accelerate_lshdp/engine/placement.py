@@ -153,7 +153,8 @@ class Placement:
         for unit in units:
             if unit.placement.checkpoint:
                 recompute_activations(unit.modules, attachments)
-        policies = [self._policies_of(unit) for unit in (*units, rest)]
+        # All stores of the plan, and not those of this model: models of one loss need gradients of one scale.
+        policies = [*self.policies.of_stores.values(), *map(self._policies_of, (*units, rest))]
         if all(_keep_alike(each, policies[0]) for each in policies):
             return [lambda context: self._make_store(context, policies[0])]
         return self._mixed_stores(units, rest)
@@ -171,6 +172,9 @@ class Placement:
         for parameters in by_mechanism.values():
             parameters.sort(key=lambda parameter: order[id(parameter)])
         whole, shared = by_mechanism[Mechanism.REPLICATED], by_mechanism[Mechanism.NODE_SHARED]
+        # The model was left where it is: units that are kept on the host may not fit the device.
+        for parameter in whole:
+            parameter.data = parameter.data.to(self.device)
         makers: list[Callable[[StoreContext], Store]] = []
         if shared:
             makers.append(lambda context: self._make_shared(context, shared, user="shared"))

@@ -142,6 +142,86 @@ def test_gradients_that_are_final_are_not_summed_again(workers, intra_node):
         assert relative_error(found, expected) <= 1e-12
 
 
+class Scores(nn.Module):
+    """A second model, without blocks: all of it has the placement of what is in no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Linear(10, 3)
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.layer(logits).square().mean()
+
+
+def trained_with_another(plan: Plan, scores_first: bool) -> dict[str, torch.Tensor]:
+    """The gradients of a step of two models whose losses are added."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"))
+    model, scores = case.model(LAYERS).double(), Scores().double()
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float64), batch_size=2, collate_fn=collate)
+    optimizer = make_optimizer(nn.ModuleList([model, scores]), 1e-2, 0.0)
+    if scores_first:
+        scores, model, loader, _ = accelerator.prepare(scores, model, loader, optimizer)
+    else:
+        model, scores, loader, _ = accelerator.prepare(model, scores, loader, optimizer)
+    model.train()
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch) + scores(model(batch["pixel_values"]).logits))
+    both = [*model.named_parameters(), *scores.named_parameters()]
+    return {name: full(parameter.grad) for name, parameter in both}
+
+
+@pytest.mark.parametrize("scores_first", [False, True])
+def test_models_of_one_loss_have_gradients_of_one_scale(workers, scores_first):
+    placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([3, 1, 2, 2], strategy="ddp")
+    placed = replace(plan, strategy=Strategy.OSDP, placement=placement)
+    pool = workers(4)
+    whole = pool.run(trained_with_another, plan, scores_first, nodes=(2, 2))
+    found = pool.run(trained_with_another, placed, scores_first, nodes=(2, 2))
+    for expected, gradients in zip(whole, found, strict=True):
+        assert relative_error(gradients, expected) <= 1e-12
+
+
+class Failing(torch.optim.AdamW):
+    """Fails in its first step, after it has looked at its groups."""
+
+    fails = True
+
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            self.fails = False
+            raise KeyboardInterrupt
+        super().step(closure)
+
+
+def groups_after_a_failed_step(plan: Plan) -> list[int]:
+    """Numbers of parameters in the optimizer's groups before a step that fails, after it, and after the next."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model(LAYERS)
+    optimizer = Failing(model.parameters())
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    found = [[len(group["params"]) for group in optimizer.param_groups]]
+    for batch in loader:
+        accelerator.backward(case.loss(model, batch))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        found.append([len(group["params"]) for group in optimizer.param_groups])
+        optimizer.step()
+        found.append([len(group["params"]) for group in optimizer.param_groups])
+    return found
+
+
+def test_an_optimizer_has_its_own_groups_after_a_step_that_failed(workers):
+    plan = Plan.from_batch_sizes([3, 1, 2, 2], strategy="osdp", placement=ALL_STORES)
+    for before, failed, stepped in workers(4).run(groups_after_a_failed_step, plan, nodes=(2, 2)):
+        assert before == failed == stepped and len(before) == 1
+
+
 # Uniform placements
 
 
@@ -253,6 +333,19 @@ def refused_at_start(plan: Plan) -> str:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         LSHDPAccelerator(plan=plan)
     return str(caught.value)
+
+
+def refused_precision(plan: Plan) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        LSHDPAccelerator(plan=plan, mixed_precision="bf16")
+    return str(caught.value)
+
+
+def test_whole_units_beside_sharded_ones_are_refused_in_mixed_precision(workers):
+    placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([1, 1], strategy="osdp", placement=placement)
+    for said in workers(2).run(refused_precision, plan, nodes=(1, 1)):
+        assert "whole and sharded units do not compute in the same precision yet" in said
 
 
 def test_shards_of_nodes_after_the_forward_need_even_nodes(workers):

@@ -1,4 +1,6 @@
-"""Whole parameters on every rank: gradients are summed in buckets while the backward goes on (``ddp``).
+"""Whole parameters on every rank: gradients are summed in buckets while the backward goes on.
+
+All of a model under ``ddp``, and on CPUs under ``lsdp`` with one rank a node; units of it under ``osdp``.
 
 The buckets are fixed from the first step on (torch's DDP rebuilds its own after one step), so a resumed run adds the
 same numbers in the same order as an uninterrupted one.
@@ -7,7 +9,7 @@ same numbers in the same order as an uninterrupted one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -158,6 +160,10 @@ class WholeStore(Store):
         for index, gradient in self._earlier.items():
             self._parameters[index].grad.add_(gradient)
         self._earlier.clear()
+
+    def drop_unsummed(self, parameters: Collection[int] | None = None) -> None:
+        for index in [i for i in self._earlier if parameters is None or id(self._parameters[i]) in parameters]:
+            del self._earlier[index]
 
     def deliver(self) -> None:
         if not self._synchronise:

@@ -1,4 +1,4 @@
-"""Sharded parameters on FSDP2: every strategy but ``ddp``.
+"""Parameters that FSDP2 shards over ranks: all of a model, or some units of it.
 
 ``fully_shard`` shards each unit over a one-dimensional mesh: the world, or this node's ranks. Where nodes hold copies,
 the shard's gradient is summed between nodes by our own reduction, started from FSDP2's all-reduce hook while the

@@ -1,5 +1,6 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""One copy of the parameters a node, in memory that its ranks share: ``lsdp`` and ``group_sharding`` on CPUs.
+"""One copy of parameters a node, in memory that its ranks share: ``lsdp`` and ``group_sharding`` on CPUs, and units in
+the stores ``node`` and ``host`` under ``osdp``.
 
 On a CPU host memory is device memory, so nothing has to be gathered: every rank computes with the parameters where
 they are. Gradients exist once a node, too (`reduction`). Each bucket of parameters belongs to one rank of the
