@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,7 @@ from accelerate_lshdp.engine.reduction_maker import ReductionMaker
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.units import choose_units
@@ -39,6 +41,9 @@ from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather, Tw
 from accelerate_lshdp.runtime.groups import ProcessGroups, world_timeout
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
+
+
+logger = logging.getLogger(__name__)
 
 
 class Placement:
@@ -212,13 +217,21 @@ class Placement:
     def _make_whole(
         self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""
     ) -> WholeStore:
-        return WholeStore(
+        make = functools.partial(
+            WholeStore,
             context,
-            self._reductions.of_copies(user),
             parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
         )
+        try:
+            return make(self._reductions.of_copies(user))
+        except NodeMemoryError as error:
+            # On all ranks, and before anything was made of it: each has its parameters, and only sums are shared.
+            if self.communication.intra_node == "shared_memory":
+                raise
+            logger.warning(f"gradients are summed inside the nodes by collectives, without shared memory: {error}")
+        return make(self._reductions.of_copies(user, in_memory=False))
 
     def _make_sharded_units(
         self,

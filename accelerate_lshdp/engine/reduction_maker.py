@@ -54,13 +54,18 @@ class ReductionMaker:
         self._substitute = substitute
         self.made: list[GradientReduction] = []
 
-    def of_copies(self, user: str = "") -> GradientReduction | None:
-        """What sums gradients of which every rank has all: inside each node first, then between nodes."""
+    def of_copies(self, user: str = "", *, in_memory: bool = True) -> GradientReduction | None:
+        """What sums gradients of which every rank has all: inside each node first, then between nodes.
+
+        Args:
+            user: as above.
+            in_memory: whether ranks of a node sum in memory that they share, where they can.
+        """
         nodes, rank = self._topology.node_groups, self._topology.rank
         world = tuple(range(self._topology.world_size))
         if self._substitute is not None or max(map(len, nodes)) == 1:
             return self.of_partition((world,), user)
-        if self._shares_memory:
+        if self._shares_memory and in_memory:
             timeout = world_timeout().total_seconds()
             return NodeSums(self._topology, functools.partial(self.of_ranks, user=user), self._clock, timeout)
         if len(nodes) == 1:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from training_cases import collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.node_sums import NodeSums, _PendingSum
 from accelerate_lshdp.engine.wire.node_first import NodeFirstReduction
 
@@ -237,3 +238,40 @@ def test_the_others_notice_that_a_rank_was_killed(tmp_path, victim):
     for rank in {0, 1, 2} - {victim}:
         message = (tmp_path / f"error-{rank}").read_text()
         assert re.search("local rank . of this node has ended|connection to another rank was lost", message)
+
+
+# Where memory cannot be shared
+
+
+def parameters_without_memory() -> tuple[str, dict[str, torch.Tensor]]:
+    """What sums gradients where ranks cannot map each other's memory, and the parameters after three steps."""
+
+    def refuse(*_: object) -> NodeMemory:
+        raise NodeMemoryError("the memory of another rank of this node cannot be opened")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeMemory, "create", refuse)
+        accelerator, model, optimizer, loader = start((2, 1, 1))
+    return type(reduction_of(accelerator)).__name__, steps_of(accelerator, model, optimizer, loader)
+
+
+def parameters_with_memory() -> dict[str, torch.Tensor]:
+    return steps_of(*start((2, 1, 1)))
+
+
+def steps_of(accelerator: LSHDPAccelerator, model: nn.Module, optimizer, loader) -> dict[str, torch.Tensor]:
+    for step, batch in enumerate(loader):
+        if step == 3:
+            break
+        accelerator.backward(model(**batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def test_ranks_that_cannot_share_memory_sum_by_collectives(workers):
+    pool = workers(3)
+    expected = pool.run(parameters_with_memory, nodes=(1, 2))
+    for (kind, found), wanted in zip(pool.run(parameters_without_memory, nodes=(1, 2)), expected, strict=True):
+        assert kind == "NodeFirstReduction"
+        assert relative_error(found, wanted) <= 1e-12
