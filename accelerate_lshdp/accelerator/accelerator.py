@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,7 @@ from accelerate_lshdp.checkpoint.run_state import (
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.prepare import prepare_loader, skip_first_batches
 from accelerate_lshdp.data.weighting import LossWeighting, require_known_labels
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import Plan, Strategy
 from accelerate_lshdp.engine.batch_norm import allow_single_values
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
@@ -77,6 +78,8 @@ class LSHDPAccelerator(Accelerator):
         total_batch_size: samples in a global batch, for ``batch_sizes="auto"``.
         rebalance_every: optimizer steps between two looks at automatic sizes, once they have settled. Default 10.
         dead_band: the share of the step time that new automatic sizes have to gain. Default 0.03.
+        placement: where each unit of the model keeps its parameters, as the section of a plan has it; instead of the
+            plan's. The strategy is ``osdp`` then.
         trust_checkpoint: whether registered objects that JSON and tensors cannot hold are pickled into checkpoints,
             and unpickled from them. Only load such checkpoints from people whom you would let run code.
         *args, **kwargs: as for ``accelerate.Accelerator``; plugins of other engines are refused.
@@ -97,6 +100,7 @@ class LSHDPAccelerator(Accelerator):
         total_batch_size: int | None = None,
         rebalance_every: int | None = None,
         dead_band: float | None = None,
+        placement: ModelPlacement | Mapping[str, Any] | None = None,
         trust_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -112,7 +116,7 @@ class LSHDPAccelerator(Accelerator):
             refuse_ddp_options(kwargs.get("kwargs_handlers"))
             keeps_total = keeps_plan_total()
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
-            plan, options = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin())
+            plan, options = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin(), placement)
             choose_precision(options, kwargs)
         except (ValueError, OSError) as found:
             error = found

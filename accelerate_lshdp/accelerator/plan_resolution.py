@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
-from accelerate_lshdp.documents.plan import Automatic, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement
+from accelerate_lshdp.documents.plan import Automatic, Plan, Strategy
+from accelerate_lshdp.documents.value_checks import located
+from accelerate_lshdp.runtime.option_advice import variable_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,10 @@ class BatchKeywords:
 
 
 def resolve_plan(
-    plan: Plan | str | os.PathLike[str] | None, keywords: BatchKeywords, plugin: LSDPPlugin
+    plan: Plan | str | os.PathLike[str] | None,
+    keywords: BatchKeywords,
+    plugin: LSDPPlugin,
+    placement: ModelPlacement | Mapping[str, Any] | None = None,
 ) -> tuple[Plan, LSDPPlugin]:
     """The plan and the options of this process: keyword, then plan, then environment, then default.
 
@@ -40,6 +46,7 @@ def resolve_plan(
         plan: a plan, the path of one, or None: from ``ACCELERATE_LSHDP_PLAN``, or equal batches if that is not set.
         keywords: batch sizes given instead of, or beside, ``plan``.
         plugin: the user's options.
+        placement: given instead of, or beside, that of the plan; a mapping is read as the section of a plan.
 
     Returns:
         The plan, and the options with every field filled in.
@@ -48,20 +55,39 @@ def resolve_plan(
         PlanError: a plan that cannot be read or is malformed.
         ValueError: keywords that contradict each other or the plan.
     """
+    if isinstance(placement, Mapping):
+        with located("placement"):
+            placement = ModelPlacement.read(dict(placement))
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
     if plan is None:
         plan = Plan.from_environment()
     if plan is None:
         options = plugin.resolve()
+        if (
+            placement is not None
+            and plugin.strategy is None
+            and not os.environ.get(variable_of("strategy"), "").strip()
+        ):
+            options.strategy = Strategy.OSDP  # the one strategy that has placements
         placed_by = ("strategy", "communication_dtype", "powersgd_rank", "powersgd_warmup_steps", "intra_node")
-        placement = {name: getattr(options, name) for name in placed_by}
+        said = {name: getattr(options, name) for name in placed_by}
         if keywords.batch_sizes is None or isinstance(keywords.batch_sizes, str):
-            plan = Plan.equal(**placement)
+            plan = Plan.equal(**said, placement=placement)
         else:
-            plan = Plan.from_batch_sizes(keywords.batch_sizes, **placement)
+            plan = Plan.from_batch_sizes(keywords.batch_sizes, **said, placement=placement)
+    elif placement is not None:
+        plan = _with_placement(plan, placement)
     plan = _apply_batch_keywords(plan, keywords)
     return plan, plugin.resolve(plan)
+
+
+def _with_placement(plan: Plan, placement: ModelPlacement) -> Plan:
+    if plan.placement not in (None, placement):
+        raise ValueError(
+            f"placement={placement} was given as a keyword, but the plan says {plan.placement}; give only one of them"
+        )
+    return plan if plan.placement == placement else plan.with_placement(placement)
 
 
 def _apply_batch_keywords(plan: Plan, keywords: BatchKeywords) -> Plan:

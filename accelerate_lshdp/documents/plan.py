@@ -196,6 +196,14 @@ class Plan(Record):
         """This plan with automatic batch sizes, which start from the sizes of the plan."""
         return self._changed(automatic=automatic)
 
+    def with_placement(self, placement: ModelPlacement) -> Plan:
+        """This plan with another placement of the model's units, without the prediction and certificate of the old.
+
+        Raises:
+            PlanError: the plan's strategy is not "osdp", or its format cannot be carried by a unit.
+        """
+        return self._changed(placement=placement, predicted=None, certificate=None)
+
     def _changed(self, **changes: Any) -> Plan:
         changed = replace(self, **changes)
         # `source` is no argument of __init__, so `replace` leaves it out.

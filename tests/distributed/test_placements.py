@@ -288,6 +288,40 @@ def test_the_bytes_between_nodes_are_the_sum_of_those_of_the_units(workers):
     assert sent_by_nodes(counted, (2, 2)) == pytest.approx([formula] * 2, rel=0.02)
 
 
+# Keywords
+
+
+def placed_by_keyword(placement: dict[str, Any], **keywords: Any) -> tuple[str, str]:
+    accelerator = LSHDPAccelerator(placement=placement, **keywords)
+    return accelerator.strategy.value, str(accelerator.plan.placement)
+
+
+def test_a_placement_may_be_a_keyword(workers):
+    placement = {"units": {"vit.layers.0": {"store": "world"}}}
+    for strategy, said in workers(2).run(placed_by_keyword, placement, nodes=(1, 1)):
+        assert (strategy, said) == ("osdp", "world: vit.layers.0; others: node")
+
+
+def contradicted() -> list[str]:
+    found = []
+    for keywords in (
+        {"plan": Plan.from_batch_sizes([1, 1], strategy="osdp", placement=ALL_STORES)},
+        {"plan": Plan.from_batch_sizes([1, 1], strategy="lsdp")},
+        {"lsdp_plugin": LSDPPlugin(strategy="fsdp")},
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            LSHDPAccelerator(placement={"default": {"store": "world"}}, **keywords)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_placement_against_the_plan_is_refused(workers):
+    for other, strategy, option in workers(2).run(contradicted, nodes=(1, 1)):
+        assert "but the plan says" in other
+        assert 'found a placement with strategy "lsdp"' in strategy
+        assert 'found a placement with strategy "fsdp"' in option
+
+
 # Refusals
 
 
