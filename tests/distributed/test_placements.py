@@ -184,6 +184,31 @@ def test_models_of_one_loss_have_gradients_of_one_scale(workers, scores_first):
         assert relative_error(gradients, expected) <= 1e-12
 
 
+def leaves_the_sharded_model_out(plan: Plan) -> str:
+    """What all ranks are told where one of them has a loss of the whole model only, and the others of both."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"))
+    model, scores = case.model(LAYERS).double(), Scores().double()
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float64), batch_size=2, collate_fn=collate)
+    optimizer = make_optimizer(nn.ModuleList([model, scores]), 1e-2, 0.0)
+    model, scores, loader, _ = accelerator.prepare(model, scores, loader, optimizer)
+    model.train()
+    batch = next(iter(loader))
+    # All ranks call the same forwards: those of the sharded model gather.
+    of_model, of_scores = case.loss(model, batch), scores(torch.ones(1, 10, dtype=torch.float64))
+    loss = of_scores if accelerator.process_index == 1 else of_model + of_scores
+    with pytest.raises(RuntimeError) as caught:
+        accelerator.backward(loss)
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_a_sharded_model_out_is_an_error_on_all(workers):
+    placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([3, 1], strategy="osdp", placement=placement)
+    said = workers(2).run(leaves_the_sharded_model_out, plan, nodes=(1, 1), timeout=40)
+    assert len(set(said)) == 1, said
+
+
 class Failing(torch.optim.AdamW):
     """Fails in its first step, after it has looked at its groups."""
 
