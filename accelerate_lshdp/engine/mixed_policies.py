@@ -9,6 +9,7 @@ from typing import Any
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies, resolve_policies
+from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
 
 
@@ -36,7 +37,8 @@ def resolve_placement(placement: ModelPlacement, topology: Topology, **options: 
         raise ValueError(
             f"found mixed_precision={options['mixed_precision']!r} with units in the stores {names}, some of which "
             "FSDP2 shards while others are whole, expected stores of one kind: whole and sharded units do not compute "
-            "in the same precision yet. Use mixed_precision='no', or only stores that are sharded"
+            "in the same precision yet. Use only stores that are sharded, or give "
+            f"{option_advice('mixed_precision', 'no')}"
         )
     # Whole parameters are the least to know of, shards the most: callers ask for the worst that there is.
     order = [Mechanism.REPLICATED, Mechanism.NODE_SHARED, Mechanism.FSDP2]
