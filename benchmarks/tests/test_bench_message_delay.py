@@ -29,6 +29,7 @@ def measured_with(alone: float, beside: float) -> tuple[float, list[int], list[b
         message_delay._seconds = seconds
 
 
+@pytest.mark.slow
 def test_it_is_what_each_message_takes_longer(workers: Any) -> None:
     for found, sizes, computed in workers(4).run(measured_with, 0.25, 1.05, timeout=60):
         assert found == (1.05 - 0.25) / (2 * message_delay._BUCKETS)  # two messages an all-reduce of two ranks

@@ -62,7 +62,12 @@ def end_early(how: str, folder: Path) -> None:
         ("is killed", -signal.SIGKILL, "local rank 1 of this node has ended, but was to"),
         ("raises", 1, "local rank 1 of this node (failed|has ended)"),
         ("leaves", 0, "local rank 1 of this node has ended, but was to"),
-        ("hangs", -signal.SIGKILL, "waited 5 s for the other ranks of this node to .* One of them hangs"),
+        pytest.param(
+            "hangs",
+            -signal.SIGKILL,
+            "waited 5 s for the other ranks of this node to .* One of them hangs",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_others_notice_that_a_rank_has_ended(tmp_path, how, code, message):

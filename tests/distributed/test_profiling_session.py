@@ -261,7 +261,8 @@ def test_a_profile_of_one_rank(workers) -> None:
     assert 0 < profile.measured_seconds <= seconds
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
 def test_buckets_are_those_that_the_engine_sends(workers, strategy: str) -> None:
     for measured, sent in workers(2).run(buckets_of, strategy, nodes=(1, 1)):
         assert measured == sent[: len(measured)] and len(measured) > 2

@@ -155,10 +155,22 @@ SAME_PLAN = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "sizes", "nodes", "options"), SAME_PLAN)
+#: In the first epoch (7 global batches), and in the second.
+SAVES = [3, 9]
+#: Every case in the slow tests; in the others each mechanism and each format once, in the first epoch.
+DEFAULT_CASES = (0, 1, 3, 5, 8, 9, 12, 13)
+
+
 @pytest.mark.parametrize(
-    "save_at", [3, pytest.param(9, marks=pytest.mark.slow)]
-)  # in the first epoch and in the second (7 global batches each)
+    ("strategy", "sizes", "nodes", "options", "save_at"),
+    [
+        pytest.param(
+            *case, save_at, marks=[] if (save_at, number) in {(3, n) for n in DEFAULT_CASES} else pytest.mark.slow
+        )
+        for number, case in enumerate(SAME_PLAN)
+        for save_at in SAVES
+    ],
+)
 def test_resumed_run_is_bit_identical(workers, tmp_path, strategy, sizes, nodes, options, save_at):
     save_at = save_at // options.get("own_accumulation", 1)
     run = Run(strategy, sizes, nodes, folders(tmp_path, nodes), stop=save_at + 4, save_at=save_at, **options)
@@ -196,7 +208,14 @@ OTHER_PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), OTHER_PLANS)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    # By default those that leave and reach whole, node-shared, world-sharded and mixed models.
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if place in (0, 3, 4, 7) else [])
+        for place, pair in enumerate(OTHER_PLANS)
+    ],
+)
 def test_resuming_under_another_plan_equals_one_run(workers, tmp_path, first, second):
     (strategy, sizes, nodes), (strategy_, sizes_, nodes_) = first, second
     places = folders(tmp_path, max(nodes, nodes_, key=len))

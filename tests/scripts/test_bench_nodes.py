@@ -145,6 +145,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_installed_package_compares_on_one_node_and_refuses_emulated_ones(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "compare.yaml").write_text(TINY.replace(", {strategy: ddp, batch_sizes: [4, 2]}", ""))

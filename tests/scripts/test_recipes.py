@@ -253,7 +253,7 @@ def test_a_masked_model_is_fine_tuned_as_a_classifier(
     ("training", "values"),
     [
         ("vit", {"per_device_train_batch_size": 300, "max_train_steps": 8, "checkpointing_steps": 3}),
-        ("gpt2", {"max_train_steps": 4, "checkpointing_steps": 2}),
+        pytest.param("gpt2", {"max_train_steps": 4, "checkpointing_steps": 2}, marks=pytest.mark.slow),
         # An epoch has 3 steps: the masks of the second one, in the middle of which the run goes on, are others.
         ("bert masked", {"per_device_train_batch_size": 80, "max_train_steps": 6, "checkpointing_steps": 4}),
         pytest.param("opt", {"max_train_steps": 4, "checkpointing_steps": 2}, marks=pytest.mark.slow),
@@ -362,7 +362,7 @@ def alone_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         pytest.param(
             training,
             str(strategy),
-            marks=[] if (training, strategy) == ("bert masked", Strategy.LSDP) else pytest.mark.slow,
+            marks=pytest.mark.slow,
         )
         for training in ("bert masked", "bert classification", "smooth opt")
         for strategy in Strategy

@@ -122,11 +122,15 @@ def check(case: Case, result: PlacementResult) -> None:
     assert sorted(names) == sorted(unit.name for unit in case.model.everything)
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(10)])
-def test_never_slower_than_a_uniform_strategy(part: int) -> None:
-    """200 clusters, 20 of them by default; where nothing fits, no uniform strategy does."""
+@pytest.mark.parametrize(
+    "seeds",
+    [range(8), *(pytest.param(range(first, first + 20), marks=pytest.mark.slow) for first in range(0, 200, 20))],
+    ids=str,
+)
+def test_never_slower_than_a_uniform_strategy(seeds: range) -> None:
+    """200 clusters, 8 of them by default; where nothing fits, no uniform strategy does."""
     faster = refused = 0
-    for seed in range(20 * part, 20 * part + 20):
+    for seed in seeds:
         case = random_case(seed)
         uniform = best_uniform(case)
         try:
@@ -138,7 +142,7 @@ def test_never_slower_than_a_uniform_strategy(part: int) -> None:
         check(case, result)
         assert result.predicted.samples_per_second >= uniform * (1 - 1e-12), f"case {seed}"
         faster += result.predicted.samples_per_second > 1.001 * uniform
-    assert faster >= 5 and refused <= 8
+    assert faster >= len(seeds) / 4 and refused <= len(seeds) * 0.4
 
 
 @pytest.mark.parametrize("seed", range(12))
