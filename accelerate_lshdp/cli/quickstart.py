@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -51,6 +52,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each training (default: 60)")
     parser.add_argument(
         "--total-batch-size", type=int, default=500, metavar="B", help="samples in a global batch (default: 500)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=24.0, metavar="T", help="how long both ranks are measured (default: 24)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and order of samples (default: 0)")
     parser.set_defaults(run=run)
@@ -132,6 +136,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.steps < 1:
         raise ValueError(f"found --steps {arguments.steps}, expected at least 1")
+    if not 0 < arguments.seconds < math.inf:  # NaN fails as well
+        raise ValueError(f"found --seconds {arguments.seconds:g}, expected a number of seconds above 0")
     if not 1 <= arguments.slowdown <= 100:
         raise ValueError(f"found --slowdown {arguments.slowdown:g}, expected 1 (none) to 100")
     if not 0 <= arguments.seed < 2**32:
@@ -142,7 +148,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for them; their output is this process's."""
     command = [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", "--nodes", str(RANKS), "--cpu"]
     command += ["-m", "accelerate_lshdp.cli.quickstart_worker"]
-    for option in ("output_dir", "slowdown", "steps", "total_batch_size", "seed"):
+    for option in ("output_dir", "slowdown", "steps", "total_batch_size", "seconds", "seed"):
         command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     # A process of its own: the launcher sets environment variables and ends with the exit code of the ranks.
     with _termination_as_exit(), subprocess.Popen(command, env=_environment()) as process:

@@ -29,7 +29,6 @@ from accelerate_lshdp.planning.proofs.plan import verify_plan
 from accelerate_lshdp.profiling import Profile, ProfilingOptions, Slowdown, Subject, profile_ranks
 
 
-MEASURING_SECONDS = 24.0
 LEARNING_RATE = 5e-4
 EVALUATION_BATCH_SIZE = 32
 # Without dropout, so that two runs on the same samples draw the same loss curve. The four patches of a digit are its
@@ -99,6 +98,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slowdown", type=float, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--total-batch-size", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     return parser.parse_args(argv)
 
@@ -128,7 +128,7 @@ def _measure(
     model = build_model(arguments.seed, slowdown)
     subject = Subject(model, DataLoader(images, batch_size=1), make_optimizer(model))
     options = ProfilingOptions(
-        seconds=MEASURING_SECONDS,
+        seconds=arguments.seconds,
         strategy="lsdp",
         max_batch=arguments.total_batch_size - 1,  # the other rank has at least one sample
         # Without it a busy machine would measure too little to train the wanted total.

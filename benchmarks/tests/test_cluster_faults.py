@@ -120,6 +120,7 @@ def nothing_stays() -> Iterator[None]:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
 
 
+@pytest.mark.slow
 def test_a_killed_node(tmp_path: Path) -> None:
     with Training(tmp_path, 1, "lsdp") as training:
         training.cluster.kill_node(0)  # which has the store, too

@@ -120,7 +120,7 @@ def test_nobody_speaks_unasked() -> None:
         assert cluster.traffic() == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("rate", [1e9, 250e6])
+@pytest.mark.parametrize("rate", [1e9, pytest.param(250e6, marks=pytest.mark.slow)])
 def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, rate: float) -> None:
     cluster.set_network(Link(rate))
     transfer(cluster, rate, (0, 1))
@@ -135,6 +135,7 @@ def test_a_transfer_reaches_the_rate_and_is_counted(cluster: EmulatedCluster, ra
     assert after[2].sent_bytes - before[2].sent_bytes < 1000
 
 
+@pytest.mark.slow
 def test_sending_and_receiving_are_limited_each_for_itself(cluster: EmulatedCluster) -> None:
     rate = 100e6
     cluster.set_network(Link(rate))

@@ -75,6 +75,7 @@ def test_quota_limits_a_spinning_process_and_changes_while_it_runs(spinning: psu
     assert spinning.is_running()
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @needs_groups
 def test_groups_with_more_than_the_machine_has_are_slowed_down_alike() -> None:

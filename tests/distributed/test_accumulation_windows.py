@@ -157,7 +157,11 @@ def leave_wrapped(how: str, strategy: str) -> None:
     leave_epochs_inside_a_window(script)
 
 
-WRAPPED = [("compiled", "ddp", (1, 1)), ("module", "ddp", (1, 1)), ("object", "ddp", (1, 1))]
+WRAPPED = [
+    pytest.param("compiled", "ddp", (1, 1), marks=pytest.mark.slow),
+    ("module", "ddp", (1, 1)),
+    ("object", "ddp", (1, 1)),
+]
 WRAPPED += [("compiled", "lsdp", (2,)), ("compiled", "fsdp", (2,))]
 
 

@@ -183,7 +183,13 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+#: Of what the others of these cases train with, too.
+ALSO_ELSEWHERE = ("one node", "stream", "accumulation in the plan")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ALSO_ELSEWHERE else []) for name in EXACT]
+)
 def test_sizes_follow_speed_and_parameters_do_not(workers, name):
     run, nodes, best = EXACT[name]
     outcomes = workers(len(run.speeds)).run(train, run, nodes=nodes, timeout=TIMEOUT_SECONDS)

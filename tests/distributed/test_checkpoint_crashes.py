@@ -117,9 +117,11 @@ def both_saved(pool, root, steps, nodes, name=None):
 @pytest.mark.parametrize(
     ("trouble", "node"),
     [
-        ("mid-write", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mid-write", 1), ("before rename", 1))),
         ("between renames", 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mid-write", 0), ("mid-write", 1), ("before rename", 1))
+        ),
     ],
 )
 def test_a_writer_is_killed(workers, tmp_path, trouble, node):

@@ -77,7 +77,11 @@ def test_resumed_under_another_plan_the_same_samples_remain(before: list, after:
     assert following == torch.randperm(41, generator=torch.Generator().manual_seed(7 + 2)).tolist()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 2}, pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("stateful", [False, True])
 def test_resumed_under_the_same_plan_batches_and_places_are_the_same(options: dict, stateful: bool):
     sizes = [(2, 2), 3]
@@ -305,7 +309,13 @@ def test_malformed_states_are_refused(change: dict, message: str):
 
 
 @pytest.mark.parametrize(
-    ("workers", "length", "stateful"), [(0, 40, False), (0, 40, True), (2, 23, False), (2, 23, True), (3, 19, False)]
+    ("workers", "length", "stateful"),
+    [
+        (0, 40, False),
+        (0, 40, True),
+        (2, 23, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 23, False), (3, 19, False))),
+    ],
 )
 def test_a_stream_resumes_with_the_worker_whose_turn_it_is(workers: int, length: int, stateful: bool):
     def loaders() -> list[HeterogeneousDataLoader]:
@@ -347,7 +357,7 @@ def test_a_stream_resumes_under_another_plan_and_world_size(workers: int):
     assert passes[0][0][1].first_sample == 18 and passes[0][0][1].global_batch == 3
 
 
-@pytest.mark.parametrize(("workers", "length"), [(0, 40), (2, 13), (3, 19)])
+@pytest.mark.parametrize(("workers", "length"), [(0, 40), (2, 13), pytest.param(3, 19, marks=pytest.mark.slow)])
 def test_skipping_in_a_stream_leaves_whole_global_batches_out(workers: int, length: int):
     loaders = prepare(lambda: DataLoader(SizedStream(length), batch_size=4, num_workers=workers), [(2, 2), 2])
     for loader, steps in zip(loaders, (2, 1), strict=True):

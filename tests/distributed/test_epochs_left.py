@@ -262,7 +262,7 @@ def resume_by_steps(folder: str, generator: bool, recipe: str) -> tuple[list[int
     return training.samples, training.parameters
 
 
-@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("generator", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_after_a_checkpoint_of_the_last_batch_of_an_epoch_the_next_one_follows(workers, tmp_path, generator):
     pool, folder = workers(2), str(tmp_path / "state")
     whole = pool.run(save_in_the_last_batch, folder, generator, nodes=(2,))

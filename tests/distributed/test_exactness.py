@@ -131,6 +131,16 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("setting", SPECIAL, ids=lambda s: f"{s}_{SPECIAL.index(s)}")
+#: Special cases whose mechanism another one has with other sizes or nodes.
+ALSO_ELSEWHERE = (3, 5, 7, 10, 13, 16, 18, 19, 22, 24, 26, 29, 30)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=f"{setting}_{place}", marks=pytest.mark.slow if place in ALSO_ELSEWHERE else [])
+        for place, setting in enumerate(SPECIAL)
+    ],
+)
 def test_special_cases_equal_one_process(workers, setting):
     run(workers, setting)

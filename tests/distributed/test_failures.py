@@ -76,7 +76,7 @@ CASES = [
     ("ddp", 1, "backward", "kill", "environment"),
     pytest.param("lsdp", 0, "between", "kill", "environment", marks=pytest.mark.slow),
     ("fsdp", 1, "forward", "kill", "accelerate"),
-    ("lsdp", 1, "backward", "raise", "environment"),
+    pytest.param("lsdp", 1, "backward", "raise", "environment", marks=pytest.mark.slow),
     pytest.param("fsdp", 0, "forward", "raise", "accelerate", marks=pytest.mark.slow),
 ]
 

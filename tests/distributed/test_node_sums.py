@@ -230,7 +230,7 @@ def end_in_backward(victim: int, folder: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_others_notice_that_a_rank_was_killed(tmp_path, victim):
     """The first rank of its node, whose buffers are those of the node, or the one that adds to them."""
     codes = run_until_killed(end_in_backward, victim, tmp_path, nodes=(1, 2), folder=tmp_path, timeout=60)

@@ -277,7 +277,8 @@ def test_cpu_time_that_sending_takes_is_a_load_and_that_of_waiting_is_not(worker
             assert 0.8 * buckets * BUSY_SECONDS < load < 5 * buckets * BUSY_SECONDS
 
 
-@pytest.mark.parametrize("strategy", ["lsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["lsdp", "ddp"])
 def test_nothing_is_sent_on_one_node(workers, strategy):
     loads = workers(2).run(measured_load, strategy, nodes=(2,), timeout=TIMEOUT_SECONDS)
     assert [load for load, _, _ in loads] == [0.0, 0.0]

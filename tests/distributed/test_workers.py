@@ -152,6 +152,7 @@ def test_an_expected_failure_that_does_not_come_fails(workers):
         workers(2).run(raise_on, (), expect_failure=True)
 
 
+@pytest.mark.slow
 def test_endless_loop_shows_stacks_and_is_survived(workers):
     workers(2).run(all_reduce_rank, 1.0)
     pids = workers(2).pids
@@ -238,6 +239,7 @@ def test_launch_gives_ranks_their_environment():
     assert finished.returncode == 1 and [process.returncode for process in finished.processes] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_accelerate_launch_on_uneven_nodes(tmp_path):
     script = tmp_path / "script.py"
     names = (*LAUNCHER_NAMES, "ACCELERATE_USE_CPU")

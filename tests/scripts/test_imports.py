@@ -46,6 +46,7 @@ print(json.dumps([found, changed]))
 """
 
 
+@pytest.mark.slow
 def test_importing_changes_neither_environment_nor_affinity() -> None:
     left_to_us = {"ACCELERATE_USE_CPU": None, "ACCELERATE_USE_FSDP": "true", "OMP_NUM_THREADS": None}
     process = launch(["-c", _IMPORT_ALL], 1, env={**left_to_us, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})

@@ -37,9 +37,10 @@ def _quickstart(folder: Path, *options: str, seconds: float, **environment: str)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path, steps: int) -> None:
-    options = [] if steps == 60 else ["--steps", str(steps)]  # without options: 60
+@pytest.mark.parametrize(("steps", "total"), [(20, 120), pytest.param(60, 500, marks=pytest.mark.slow)])
+def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path, steps: int, total: int) -> None:
+    options = ["--steps", str(steps), "--total-batch-size", str(total), "--seconds", "12"]
+    options = [] if steps == 60 else options  # those are the defaults
     finished = _quickstart(tmp_path / "out", *options, seconds=230)
     assert finished.returncode == 0, finished.stderr
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
@@ -63,8 +64,8 @@ def test_quickstart_plans_by_speed_and_is_exact(tmp_path: Path, steps: int) -> N
     assert (equal["strategy"], planned["strategy"]) == ("ddp", "lsdp")
 
     plan = Plan.load(tmp_path / "out" / "lshdp_plan.json")
-    assert equal["batch_sizes"] == [250, 250] and planned["batch_sizes"] == plan.batch_sizes
-    assert plan.total_batch_size == 500 and plan.batch_sizes[0] > plan.batch_sizes[1]
+    assert equal["batch_sizes"] == [total // 2] * 2 and planned["batch_sizes"] == plan.batch_sizes
+    assert plan.total_batch_size == total and plan.batch_sizes[0] > plan.batch_sizes[1]
     verify_plan(plan)
     assert plan.predicted["step_seconds"] == plan.certificate["step_seconds"]
 
@@ -114,6 +115,8 @@ def test_terminating_the_command_ends_its_ranks(tmp_path: Path) -> None:
         (["--steps", "0"], "found --steps 0"),
         (["--slowdown", "0.5"], "found --slowdown 0.5, expected 1"),
         (["--slowdown", "nan"], "found --slowdown nan"),
+        (["--seconds", "0"], "found --seconds 0"),
+        (["--seconds", "nan"], "found --seconds nan"),
         (["--seed", "-1"], "found --seed -1"),
     ],
 )
