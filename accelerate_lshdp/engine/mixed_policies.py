@@ -66,6 +66,12 @@ def _resolve_store(store: UnitStore, topology: Topology, options: dict[str, Any]
             f'on every node: the shards of a node are parts of those of the world. Use "{UnitStore.WORLD}" or '
             f'"{UnitStore.WORLD_KEPT}"'
         )
+    if store.reshards_to_node and options.get("reshard_after_forward") is False:
+        raise ValueError(
+            f'found reshard_after_forward=False with a unit in store "{store}", which keeps the shards of its node '
+            f"alone after the forward, expected no such option: leave out {option_advice('reshard_after_forward')}, "
+            f'or use "{UnitStore.WORLD}" or "{UnitStore.WORLD_KEPT}"'
+        )
     policies = resolve_policies(store.strategy, topology, **options)
     # On one node its shards are those of the world; where a node has one rank, that one keeps all of the unit.
     if store.reshards_to_node and topology.num_nodes > 1 and policies.mechanism is Mechanism.FSDP2:

@@ -155,9 +155,8 @@ class Placement:
                 'found checkpoint: true for what is in no unit (""), expected false: its forward is that of the whole '
                 "model, which would be computed twice. Name the units whose activations are to be recomputed"
             )
-        for unit in units:
-            if unit.placement.checkpoint:
-                recompute_activations(unit.modules, attachments)
+        recomputed = [module for unit in units if unit.placement.checkpoint for module in unit.modules]
+        recompute_activations(model, recomputed, attachments)
         # All stores of the plan, and not those of this model: models of one loss need gradients of one scale.
         policies = [*self.policies.of_stores.values(), *map(self._policies_of, (*units, rest))]
         if all(_keep_alike(each, policies[0]) for each in policies):
