@@ -30,16 +30,6 @@ def resolve_placement(placement: ModelPlacement, topology: Topology, **options: 
     """
     stores = dict.fromkeys(each.store for each in placement.placements)
     of_stores = {store: _resolve_store(store, topology, options) for store in stores}
-    mechanisms = {policies.mechanism for policies in of_stores.values()}
-    if Mechanism.FSDP2 in mechanisms and len(mechanisms) > 1 and options.get("mixed_precision", "no") != "no":
-        # FSDP2 casts what it gathers; whole parameters would need autocast beside it, which is not tested.
-        names = ", ".join(f'"{store}"' for store in of_stores)
-        raise ValueError(
-            f"found mixed_precision={options['mixed_precision']!r} with units in the stores {names}, some of which "
-            "FSDP2 shards while others are whole, expected stores of one kind: whole and sharded units do not compute "
-            "in the same precision yet. Use only stores that are sharded, or give "
-            f"{option_advice('mixed_precision', 'no')}"
-        )
     # Whole parameters are the least to know of, shards the most: callers ask for the worst that there is.
     order = [Mechanism.REPLICATED, Mechanism.NODE_SHARED, Mechanism.FSDP2]
     hardest = max(of_stores.values(), key=lambda policies: order.index(policies.mechanism))

@@ -396,19 +396,6 @@ def refused_at_start(plan: Plan) -> str:
     return str(caught.value)
 
 
-def refused_precision(plan: Plan) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        LSHDPAccelerator(plan=plan, mixed_precision="bf16")
-    return str(caught.value)
-
-
-def test_whole_units_beside_sharded_ones_are_refused_in_mixed_precision(workers):
-    placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
-    plan = Plan.from_batch_sizes([1, 1], strategy="osdp", placement=placement)
-    for said in workers(2).run(refused_precision, plan, nodes=(1, 1)):
-        assert "whole and sharded units do not compute in the same precision yet" in said
-
-
 def refused_resharding() -> str:
     placement = ModelPlacement(default=UnitPlacement(UnitStore.WORLD_TO_NODE))
     plan = Plan.from_batch_sizes([1, 1, 1, 1], strategy="osdp", placement=placement)
