@@ -68,7 +68,7 @@ class PretendedLaunch:
         return MemoryMeter(lambda: [5, 7])
 
     def _build(self, **arguments: Any) -> dict[str, Any]:
-        return {"parameters": 1000, "unit_bytes": [1000, 1000], "samples": "the same"}
+        return {"parameters": 1000, "units": {"first": 1000, "second": 1000}, "samples": "the same"}
 
     def _wire_bytes(self, names: list[str]) -> dict[str, float]:
         return dict.fromkeys(names, 4000.0)

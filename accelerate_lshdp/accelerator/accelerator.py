@@ -396,12 +396,12 @@ class LSHDPAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before."""
         self.unscale_gradients()
-        return clip_grad_norm(_as_list(parameters), max_norm, norm_type)
+        return clip_grad_norm(self.session.engine.as_stepped(_as_list(parameters)), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]."""
         self.unscale_gradients()
-        clip_grad_value(_as_list(parameters), clip_value)
+        clip_grad_value(self.session.engine.as_stepped(_as_list(parameters)), clip_value)
 
     def counting_losses(self, share: float) -> AbstractContextManager[None]:
         """Losses inside count by this share in their step, instead of that of their batch; shares of ranks are summed.

@@ -74,7 +74,7 @@ class LSDPPlugin:
 
     Args:
         strategy: where parameters live: ``ddp``, ``zero2``, ``fsdp``, ``fsdp_offload``, ``group_sharding``, ``lsdp``
-            (default) or ``osdp``, as the plan's placement says for each unit.
+            (default) or ``osdp``, as the plan's placement says for each unit. ``zero1`` is carried out as ``zero2``.
         mixed_precision: ``no``, ``bf16`` (gradients are still reduced in fp32) or ``fp16`` (CUDA). Default: the
             accelerator's.
         units: class names or module names of the modules that are gathered and reduced together. Default: the model's

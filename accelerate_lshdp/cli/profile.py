@@ -16,6 +16,7 @@ from pathlib import Path
 from accelerate_lshdp.cli import launch
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import add_layout_arguments
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Strategy
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
@@ -141,6 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say which ranks to measure: --nodes, such as --nodes 2, or --config_file")
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    if Strategy(arguments.strategy).traits.is_per_unit:
+        print(
+            f"accelerate-lshdp profile: units are placed after profiling, so --strategy {arguments.strategy} measures "
+            f'memory and steps with all of them in store "{ModelPlacement().default.store}"',
+            file=sys.stderr,
+        )
     os.environ.pop(PLAN_VARIABLE, None)  # a plan in the shell is not for this run
     with vanishing_file("error") as error_file:
         # The namespace of `launch`, whose script is the worker; it needs all attributes that `launch` reads.

@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from accelerate_lshdp.comparing.cases import AUTO, EQUAL, FULL_PRECISION, PLAN, Case
+from accelerate_lshdp.comparing.cases import AUTO, EQUAL, FULL_PRECISION, PLAN, Case, uniform_placement
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.records import BOOLEAN, integer, number
-from accelerate_lshdp.documents.strategy import STRATEGIES
+from accelerate_lshdp.documents.strategy import STRATEGIES, Strategy
 from accelerate_lshdp.documents.strict_reading import read_yaml
 from accelerate_lshdp.documents.value_checks import (
     PlanError,
     at_key,
     describe,
     located,
+    require_boolean,
     require_choice,
     require_integer,
     require_list,
     require_name,
+    require_number,
     require_object,
 )
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
@@ -102,6 +105,12 @@ class ComparisonConfig:
                 raise PlanError(
                     f'"{case.label}" trains with planned batch sizes, which need a profile, but profile_seconds is 0.'
                     " Raise profile_seconds, or give batch_sizes.",
+                    path=where,
+                )
+            if case.is_planned and self.profile_seconds == 0:
+                raise PlanError(
+                    f'"{case.label}" trains with a planned placement, which needs a profile, but profile_seconds is 0.'
+                    " Raise profile_seconds, or write the placement.",
                     path=where,
                 )
 
@@ -248,7 +257,9 @@ def _read_case(entry: object, path: str) -> Case:
     section = (
         {"strategy": entry}
         if isinstance(entry, str)
-        else require_object(entry, path, required=("strategy",), optional=("batch_sizes",))
+        else require_object(
+            entry, path, required=("strategy",), optional=("batch_sizes", "placement", "memory_limit", "checkpoint")
+        )
     )
     require_name(section["strategy"], path, "a strategy, such as lshdp or lshdp:bf16")
     strategy, given, communication_dtype = section["strategy"].partition(":")
@@ -262,10 +273,48 @@ def _read_case(entry: object, path: str) -> Case:
         sizes = tuple(sizes)
     elif "batch_sizes" in section:
         require_choice(sizes, f"{path}.batch_sizes", (EQUAL, PLAN, AUTO))
-    case = Case(strategy, communication_dtype or FULL_PRECISION, sizes)
+    case = Case(strategy, communication_dtype or FULL_PRECISION, sizes, **_read_units(section, strategy, path))
     if case.is_peer and given:
         raise PlanError(f'found "{section["strategy"]}", expected "{strategy}": plain PyTorch sends fp32.', path=path)
+    if sizes == AUTO and (case.placement is not None or case.checkpoint):
+        raise PlanError(
+            "found batch_sizes auto with a placement or checkpoint, expected sizes that are known when units are"
+            " placed. Remove one of them.",
+            path=path,
+        )
     return case
+
+
+def _read_units(section: Mapping[str, Any], strategy: str, path: str) -> dict[str, Any]:
+    """The fields of a case that say how its units are kept. Raises PlanError."""
+    placement, limit = section.get("placement"), section.get("memory_limit")
+    if placement is not None and strategy != Strategy.OSDP:
+        raise PlanError(
+            f'found a placement with strategy "{strategy}", expected "{Strategy.OSDP}", the one strategy whose units'
+            " differ. Write that, or remove the placement.",
+            path=f"{path}.placement",
+        )
+    if (placement == AUTO) is not ("memory_limit" in section):
+        raise PlanError(
+            "expected placement auto and memory_limit together, the share of lsdp's memory that it is planned for."
+            " Write both, or neither.",
+            path=path,
+        )
+    if limit is not None:
+        require_number(limit, f"{path}.memory_limit", positive=True)
+    if placement is not None and placement != AUTO:
+        with located(f"{path}.placement"):
+            placement = ModelPlacement.read(placement)
+    require_boolean(section.get("checkpoint", False), f"{path}.checkpoint")
+    checkpoint = section.get("checkpoint", False)
+    kept_as = Case(strategy).engine_strategy
+    if checkpoint and (kept_as is None or uniform_placement(kept_as, checkpoint=True) is None):
+        raise PlanError(
+            f'found checkpoint with strategy "{strategy}", expected one that keeps units in a store: plain PyTorch has'
+            " none, and a placement says itself which units recompute. Remove it.",
+            path=f"{path}.checkpoint",
+        )
+    return {"placement": placement, "memory_limit": limit, "checkpoint": checkpoint}
 
 
 @contextmanager

@@ -8,13 +8,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from accelerate_lshdp.comparing.batch_sizes import micro_batches_of, plan_micro_batches
-from accelerate_lshdp.comparing.cases import AUTO, PLAN, Case, has_units
+from accelerate_lshdp.comparing.cases import AUTO, EQUAL, PLAN, Case, equal_sizes, has_units
 from accelerate_lshdp.comparing.config import ComparisonConfig
 from accelerate_lshdp.comparing.formula_bytes import formula_bytes
 from accelerate_lshdp.comparing.launch import ENGINE, PLAIN_DDP, PLAIN_FSDP2, Launch
 from accelerate_lshdp.comparing.measurement import Measurement
+from accelerate_lshdp.comparing.placements import PlacedModel
 from accelerate_lshdp.comparing.rank_processes import RankError
+from accelerate_lshdp.documents.network import LinkCost
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.profile import Profile
+from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cost.cluster_model import ModelSize
 
@@ -59,6 +63,8 @@ class Comparison:
         #: Of all gradients of the model, by format.
         self._wire_bytes: dict[str, float] = {}
         self._size: ModelSize | None = None
+        self._nodes = tuple(nodes)
+        self._placed: PlacedModel | None = None  # the model, whose units are placed on the nodes
         self._ranks = sum(nodes)
         self.networks = tuple(networks)
         self.measurements = [
@@ -97,9 +103,10 @@ class Comparison:
         """Learns the formats' bytes; and if a case has planned batch sizes, profiles the ranks."""
         names = sorted({case.communication_dtype for case in self.config.cases})
         self._wire_bytes = launch.call("wire_bytes", timeout=BUILD_SECONDS, names=names)[0]
-        if self.config.profile_seconds and any(case.batch_sizes == PLAN for case in self.config.cases):
+        if self.config.profile_seconds and any(c.batch_sizes == PLAN or c.is_planned for c in self.config.cases):
             self._prepare_profile(launch)
-            self._profile = Profile.from_dict(self._run_profile(launch))
+            needed = max(equal_sizes(self.config.total_batch_size, self._ranks))
+            self._profile = Profile.from_dict(self._run_profile(launch, needed))
 
     def _plan(self, case: Case, network: str) -> list[tuple[int, int]]:
         """(size, accumulation steps) of each rank, planned for a case. Raises PlanningError, ValueError."""
@@ -111,6 +118,19 @@ class Comparison:
         return plan_micro_batches(
             self._profile, self.config.total_batch_size, all_reduce, share, self._profile.shard_groups()
         )
+
+    def _plan_placement(self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str) -> ModelPlacement:
+        """The placement that is planned for a case. Raises PlanningError, ValueError."""
+        if self._profile is None:
+            raise ValueError("found no profile of the ranks, expected one for a planned placement: profiling failed")
+        link = LinkCost(0.0, 0.0)
+        if self._profile.network is not None and len(self._nodes) > 1:
+            times = self._profile.network.all_reduce
+            link = LinkCost.from_all_reduce(times.latency_seconds, times.seconds_per_byte, self._nodes)
+        streams = any(node.device != "cpu" for node in self._profile.cluster.nodes)
+        # What ranks of a node send each other was measured in the same all-reduce, and is not told apart.
+        profiles = self._profile.rank_profiles()
+        return self._placed.plan(case.memory_limit, micro_batches, profiles, link, link, streams=streams)
 
     def _on_network(self, launch: Launch, network: str) -> AbstractContextManager[None]:
         """In the block the ranks have the speeds and the network at which they are measured."""
@@ -141,7 +161,9 @@ class Comparison:
                     **self._build_options(launch),
                 )
                 self._check_samples([rank["samples"] for rank in told])
-            self._size = ModelSize(4 * told[0]["parameters"], 4 * told[0]["parameters"], told[0]["unit_bytes"])
+            units = told[0]["units"]
+            self._size = ModelSize(4 * told[0]["parameters"], 4 * told[0]["parameters"], tuple(units.values()))
+            self._placed = PlacedModel(self._nodes, tuple(units), self._size)
             for measurement in self.measurements:
                 measurement.parameters = told[0]["parameters"]
             yield launch
@@ -168,11 +190,15 @@ class Comparison:
             needed_batch: a micro-batch that is measured whatever time that takes.
         """
         seconds, total = self.config.profile_seconds, self.config.total_batch_size
+        # The largest that any case may train: equal sizes, or what the other ranks leave of the global batch.
+        largest = max(equal_sizes(total, self._ranks))
+        if any(case.batch_sizes != EQUAL for case in self.config.cases):
+            largest = total - self._ranks + 1
         return launch.call(
             "profile",
             timeout=BUILD_SECONDS + 5 * seconds,
             seconds=seconds,
-            max_batch=total - self._ranks + 1,
+            max_batch=largest,
             needed_batch=needed_batch,
             total=total,
         )[0]
@@ -233,19 +259,38 @@ class Comparison:
                 self._say(f"{measurement.name}: {hint} (profile_seconds)")
             most = max(steps for _, steps in measurement.micro_batches)
             wire_bytes = self._wire_bytes[case.communication_dtype]
-            measurement.formula_bytes = formula_bytes(case, measurement.nodes, self._size, most, wire_bytes)
+            self._place_units(measurement)
+            placements = None if measurement.placement is None else self._placed.placements(measurement.placement)
+            measurement.formula_bytes = formula_bytes(
+                case, measurement.nodes, self._size, most, wire_bytes, placements
+            )
         launch.call(
             "begin",
             kind=kind_of(measurement),
             timeout=BUILD_SECONDS,
             name=measurement.name,
-            strategy=case.strategy if case.is_peer else str(case.engine_strategy),
+            strategy=case.strategy if case.is_peer else str(self._strategy_of(measurement)),
             is_peer=case.is_peer,
             communication_dtype=case.communication_dtype,
             micro_batches=measurement.micro_batches,
             ranks_per_node=measurement.nodes[0],
             automatic=case.batch_sizes == AUTO,
+            placement=None if measurement.placement is None else measurement.placement.to_dict(),
         )
+
+    def _place_units(self, measurement: Measurement) -> None:
+        """Notes where a case keeps the model's units, and what memory that counts."""
+        case = measurement.case
+        measurement.placement = case.known_placement
+        if case.is_planned:
+            measurement.placement = self._plan_placement(case, measurement.micro_batches, measurement.network)
+            self._say(f"{measurement.name}: {measurement.placement}")
+        measurement.memory_share = self._placed.memory_share(case, measurement.placement)
+
+    @staticmethod
+    def _strategy_of(measurement: Measurement) -> Strategy:
+        """The strategy of the plan with which a case trains."""
+        return measurement.case.engine_strategy if measurement.placement is None else Strategy.OSDP
 
     def _take_turns(self, launch: Launch, measurements: Sequence[Measurement]) -> None:
         """A turn of each, with the speed checked before and after it; one that fails takes no more."""
@@ -326,7 +371,7 @@ class Comparison:
 def kind_of(measurement: Measurement) -> str:
     """The kind whose processes train a case."""
     case = measurement.case
-    return ENGINE if not case.is_peer else PLAIN_FSDP2 if has_units(case) else PLAIN_DDP
+    return ENGINE if not case.is_peer else PLAIN_FSDP2 if has_units(case.strategy) else PLAIN_DDP
 
 
 def _summary(error: Exception) -> str:

@@ -10,6 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from accelerate_lshdp.comparing.cases import Case
+from accelerate_lshdp.documents.placement import ModelPlacement
 
 
 #: Step by step, for every rank: (wall seconds, loss, samples).
@@ -37,6 +38,8 @@ class Measurement:
     case: Case
     parameters: int = 0
     micro_batches: list[tuple[int, int]] | None = None
+    placement: ModelPlacement | None = None
+    memory_share: float | None = None
     turns: list[list[float]] = field(default_factory=list)
     losses: list[tuple[float, int, float]] = field(default_factory=list)
     trained_seconds: float = 0.0
@@ -98,6 +101,8 @@ class Measurement:
             "is_peer": case.is_peer,
             "nodes": list(self.nodes),
             "total_batch_size": self.total_batch_size,
+            "placement": None if self.placement is None else self.placement.to_dict(),
+            "memory_share": self.memory_share,
         }
         figures = self._figures()
         if self.error is not None:

@@ -74,11 +74,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(model.vit.layers if hasattr(model, "vit") else model.transformer.h)
 
 
-def measure(description: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """The number of parameters, and the bytes of each block's, in fp32; without memory for them."""
+def measure(description: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+    """The number of parameters, and by name the bytes of each block's, in fp32; without memory for them."""
     with torch.device("meta"):
         model = build_model(description, seed=0)
-    return _count(model), [4 * _count(block) for block in blocks_of(model)]
+    names = {module: name for name, module in model.named_modules()}
+    return _count(model), {names[block]: 4 * _count(block) for block in blocks_of(model)}
 
 
 def _count(module: nn.Module) -> int:

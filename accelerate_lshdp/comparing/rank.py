@@ -50,7 +50,7 @@ class Rank:
             several_clocks: whether ranks are on several machines, whose clocks count from different moments.
 
         Returns:
-            parameters: their number; unit_bytes: bytes of each block's; samples: digest of the data.
+            parameters: their number; units: bytes of each block's, by name; samples: digest of the data.
         """
         self.device = torch.device("cpu")
         if os.environ.get("ACCELERATE_USE_CPU") != "true":
@@ -66,8 +66,8 @@ class Rank:
         self.trainings: dict[str, Any] = {}
         self.timelines: dict[str, Timeline] = {}
         self.samples = samples.load_samples(model, seed)
-        parameters, unit_bytes = models.measure(model)
-        return {"parameters": parameters, "unit_bytes": unit_bytes, "samples": self.samples.digest()}
+        parameters, units = models.measure(model)
+        return {"parameters": parameters, "units": units, "samples": self.samples.digest()}
 
     # Profiling
 
@@ -117,6 +117,7 @@ class Rank:
         micro_batches: list[tuple[int, int]],
         ranks_per_node: int,
         automatic: bool = False,
+        placement: dict[str, Any] | None = None,
     ) -> None:
         """Prepares a training.
 
@@ -126,6 +127,7 @@ class Rank:
             micro_batches: (size, accumulation steps) of each rank.
             ranks_per_node: of all nodes; only peers need it.
             automatic: whether the training finds its batch sizes itself, from these on.
+            placement: of the model's units, as in a plan; None: as the strategy says.
         """
         timeline = self.timelines[name] = Timeline()
         model = self._model(name)
@@ -141,7 +143,7 @@ class Rank:
             return
         from accelerate_lshdp.comparing.trainings import Training, make_plan
 
-        plan = make_plan(strategy, communication_dtype, micro_batches, automatic)
+        plan = make_plan(strategy, communication_dtype, micro_batches, automatic, placement)
         self.trainings[name] = Training(plan, model, self._optimizer, self.samples, timeline)
         self._set_aside()
 

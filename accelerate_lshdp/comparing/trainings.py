@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.comparing.formats import without_exact_steps
 from accelerate_lshdp.comparing.timeline import Timeline
+from accelerate_lshdp.documents.placement import ModelPlacement
 
 
 class Training:
@@ -89,7 +90,11 @@ class Training:
 
 
 def make_plan(
-    strategy: str, communication_dtype: str, micro_batches: Sequence[tuple[int, int]], automatic: bool = False
+    strategy: str,
+    communication_dtype: str,
+    micro_batches: Sequence[tuple[int, int]],
+    automatic: bool = False,
+    placement: Mapping[str, Any] | None = None,
 ) -> Plan:
     """The plan of a case.
 
@@ -98,6 +103,7 @@ def make_plan(
         communication_dtype: the format of gradients.
         micro_batches: (size, accumulation steps) of each rank.
         automatic: whether the training goes on from there by itself.
+        placement: of single units, as in a plan file; None: all are kept as the strategy says.
     """
     if automatic:
         total = sum(size * steps for size, steps in micro_batches)
@@ -112,5 +118,6 @@ def make_plan(
         strategy=strategy,
         allow_unequal_accumulation=True,
         communication_dtype=communication_dtype,
+        placement=None if placement is None else ModelPlacement.read(placement),
         **without_exact_steps(communication_dtype),
     )

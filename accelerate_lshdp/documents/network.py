@@ -156,6 +156,12 @@ def two_stage_reduce_scatter(payload: float, nodes: Sequence[int]) -> Exchange:
     return _two_stage(payload, nodes, rounds=1)
 
 
+def inside_all_gather(payload: float, nodes: Sequence[int]) -> Exchange:
+    """All-gather inside each node alone, as a second stage without a first: every rank its part of the node's copy."""
+    inside = tuple((count - 1) * payload for count in nodes)
+    return Exchange((0.0,) * len(nodes), inside, rounds=0, inside_bytes=inside if any(inside) else ())
+
+
 def _ring(payload: float, nodes: Sequence[int], passes: int) -> Exchange:
     world = sum(nodes)
     each = passes * (world - 1) / world * payload

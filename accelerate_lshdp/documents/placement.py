@@ -53,6 +53,11 @@ class UnitStore(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @classmethod
+    def of(cls, strategy: Strategy) -> UnitStore | None:
+        """The store of single units that keeps them as a strategy keeps all of a model; None: there is none."""
+        return next((store for store in cls if store.strategy is strategy.carried_out_as), None)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPlacement(Record):

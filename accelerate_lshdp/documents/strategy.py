@@ -38,6 +38,8 @@ class StrategyTraits:
         is_plain: plain PyTorch (DDP, FSDP2, HSDP) with its own collectives on gloo, for comparison.
         is_unequal: every rank gets a batch size that suits its speed.
         is_per_unit: a plan's `placement` may give units other stores; the other traits are those of its default.
+        done_by: name of the strategy that is carried out instead, as it sends as much and needs less memory; the other
+            traits are those of what is done. None: the strategy is carried out itself.
     """
 
     shared_by: SharedBy
@@ -46,6 +48,7 @@ class StrategyTraits:
     is_plain: bool = False
     is_unequal: bool = False
     is_per_unit: bool = False
+    done_by: str | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -74,6 +77,8 @@ class Strategy(str, Enum):
 
     DDP = "ddp", StrategyTraits(SharedBy.NOBODY)
     ZERO2 = "zero2", StrategyTraits(SharedBy.WORLD, Gathered.EACH_STEP)
+    # ZeRO-1 divides the optimizer states alone. It sends what ZeRO-2 does, and keeps whole gradients and parameters.
+    ZERO1 = "zero1", StrategyTraits(SharedBy.WORLD, Gathered.EACH_STEP, done_by="zero2")
     FSDP = "fsdp", StrategyTraits(SharedBy.WORLD)
     FSDP_OFFLOAD = "fsdp_offload", StrategyTraits(SharedBy.WORLD, is_offloaded=True)
     GROUP_SHARDING = "group_sharding", StrategyTraits(SharedBy.NODE)
@@ -88,6 +93,11 @@ class Strategy(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def carried_out_as(self) -> Strategy:
+        """The strategy that is carried out under this name."""
+        return self if self.traits.done_by is None else Strategy(self.traits.done_by)
 
     @property
     def is_world_sharded(self) -> bool:

@@ -245,6 +245,18 @@ class Engine:
         for prepared in self.models:
             prepared.after_step()
 
+    def as_stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters as optimizers have them, whose gradients are those of a step.
+
+        Args:
+            parameters: as the script finds them in its models: after a forward some have gathered ones.
+        """
+        stepped: dict[int, nn.Parameter] = {}
+        for prepared in self.models:
+            for store in prepared.stores:
+                stepped.update(store.gathered_parameters())
+        return [stepped.get(id(parameter), parameter) for parameter in parameters]
+
     def drop_unsummed(self, parameters: Collection[int]) -> None:
         """Drops the gradients of parameters that are not in ``.grad`` yet; the script has dropped what is there.
 

@@ -30,16 +30,6 @@ def resolve_placement(placement: ModelPlacement, topology: Topology, **options: 
     """
     stores = dict.fromkeys(each.store for each in placement.placements)
     of_stores = {store: _resolve_store(store, topology, options) for store in stores}
-    mechanisms = {policies.mechanism for policies in of_stores.values()}
-    if Mechanism.FSDP2 in mechanisms and len(mechanisms) > 1 and options.get("mixed_precision", "no") != "no":
-        # FSDP2 casts what it gathers; whole parameters would need autocast beside it, which is not tested.
-        names = ", ".join(f'"{store}"' for store in of_stores)
-        raise ValueError(
-            f"found mixed_precision={options['mixed_precision']!r} with units in the stores {names}, some of which "
-            "FSDP2 shards while others are whole, expected stores of one kind: whole and sharded units do not compute "
-            "in the same precision yet. Use only stores that are sharded, or give "
-            f"{option_advice('mixed_precision', 'no')}"
-        )
     # Whole parameters are the least to know of, shards the most: callers ask for the worst that there is.
     order = [Mechanism.REPLICATED, Mechanism.NODE_SHARED, Mechanism.FSDP2]
     hardest = max(of_stores.values(), key=lambda policies: order.index(policies.mechanism))
@@ -65,6 +55,12 @@ def _resolve_store(store: UnitStore, topology: Topology, options: dict[str, Any]
             f'found a unit in store "{store}" on nodes of {list(topology.node_sizes)} ranks, expected as many ranks '
             f'on every node: the shards of a node are parts of those of the world. Use "{UnitStore.WORLD}" or '
             f'"{UnitStore.WORLD_KEPT}"'
+        )
+    if store.reshards_to_node and options.get("reshard_after_forward") is False:
+        raise ValueError(
+            f'found reshard_after_forward=False with a unit in store "{store}", which keeps the shards of its node '
+            f"alone after the forward, expected no such option: leave out {option_advice('reshard_after_forward')}, "
+            f'or use "{UnitStore.WORLD}" or "{UnitStore.WORLD_KEPT}"'
         )
     policies = resolve_policies(store.strategy, topology, **options)
     # On one node its shards are those of the world; where a node has one rank, that one keeps all of the unit.

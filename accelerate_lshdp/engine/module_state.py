@@ -16,10 +16,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accelerate_lshdp.engine.attachments import Attachments
+
 
 #: The attribute of a module that leads to its ``PreparedModel``.
 PREPARED = "_lshdp_prepared"
-_ATTRIBUTES = (PREPARED, "no_sync", "_apply", "__reduce_ex__")
+
+#: The attribute of a module with those of its attributes that were changed, by name as they were.
+_CHANGED = "_lshdp_changed"
+_ATTRIBUTES = (PREPARED, _CHANGED, "no_sync", "_apply", "__reduce_ex__")
+
+
+class _Missing:
+    """What an attribute was that the module's class alone had. The class stands for itself: copies of it are it."""
 
 
 class Preparation(Protocol):
@@ -135,11 +144,35 @@ def exclude_hooks_from_pickles(module: nn.Module) -> None:
     vars(module)["__reduce_ex__"] = _Reduction(module)
 
 
+def change(module: nn.Module, name: str, value: Any, attachments: Attachments) -> None:
+    """Sets an attribute of a module, which has the one from before when the attachments are removed.
+
+    So have its pickles and copies, if `exclude_hooks_from_pickles` was called.
+    """
+    own = vars(module)
+    own.setdefault(_CHANGED, {})[name] = own.get(name, _Missing)
+    attachments.at_removal(functools.partial(_change_back, own, name))
+    own[name] = value
+
+
+def _change_back(own: dict[str, Any], name: str) -> None:
+    _restore(own, {name: own[_CHANGED].pop(name)})
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if value is _Missing:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
 def _without_marks(state: Any) -> Any:
     """A module's state for a pickle, without what this package attached to it."""
     if not isinstance(state, dict):
         return state
     kept = {name: value for name, value in state.items() if name not in _ATTRIBUTES}
+    _restore(kept, state.get(_CHANGED, {}))
     hooks = {name: value for name, value in kept.items() if "_hooks" in name and isinstance(value, dict)}
     # Numbers of hooks, which no other hook of this process has. What torch keeps of a hook beside it (that it takes
     # keywords, say) has its number, too, and would be that of another hook in the process that reads the pickle.

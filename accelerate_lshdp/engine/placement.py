@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
+from accelerate_lshdp.engine.unit_precision import UnitPrecision
 from accelerate_lshdp.engine.units import choose_units
 from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.wire.reduction import (
@@ -155,23 +157,27 @@ class Placement:
                 'found checkpoint: true for what is in no unit (""), expected false: its forward is that of the whole '
                 "model, which would be computed twice. Name the units whose activations are to be recomputed"
             )
-        for unit in units:
-            if unit.placement.checkpoint:
-                recompute_activations(unit.modules, attachments)
+        recomputed = [module for unit in units if unit.placement.checkpoint for module in unit.modules]
+        recompute_activations(model, recomputed, attachments)
         # All stores of the plan, and not those of this model: models of one loss need gradients of one scale.
         policies = [*self.policies.of_stores.values(), *map(self._policies_of, (*units, rest))]
         if all(_keep_alike(each, policies[0]) for each in policies):
             return [lambda context: self._make_store(context, policies[0])]
-        return self._mixed_stores(units, rest)
+        return self._mixed_stores(units, rest, attachments)
 
     def _policies_of(self, unit: PlacedUnit) -> ShardingPolicies:
         return self.policies.of_stores[unit.placement.store]
 
-    def _mixed_stores(self, units: Sequence[PlacedUnit], rest: PlacedUnit) -> list[Callable[[StoreContext], Store]]:
+    def _mixed_stores(
+        self, units: Sequence[PlacedUnit], rest: PlacedUnit, attachments: Attachments
+    ) -> list[Callable[[StoreContext], Store]]:
         """What makes the stores of a model whose units are kept in different ways, one store a mechanism."""
         by_mechanism: dict[Mechanism, list[nn.Parameter]] = {mechanism: [] for mechanism in Mechanism}
         for unit in (*units, rest):
             by_mechanism[self._policies_of(unit).mechanism] += unit.parameters
+        # Without units of FSDP2 the whole model computes under autocast, as accelerate lets it.
+        if self.policies.is_sharded and self.policies.precision.param_dtype is not None:
+            self._set_precision(units, rest, attachments)
         # In the order of the model, as buckets are filled; parameters of one unit may be registered apart.
         order = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
         for parameters in by_mechanism.values():
@@ -189,6 +195,17 @@ class Placement:
         if by_mechanism[Mechanism.FSDP2]:
             makers.append(lambda context: self._make_sharded_units(context, units, rest, [*whole, *shared]))
         return makers
+
+    def _set_precision(self, units: Sequence[PlacedUnit], rest: PlacedUnit, attachments: Attachments) -> None:
+        """Lets whole units compute in lower precision; those of FSDP2 do so themselves."""
+        precision = UnitPrecision(self.device.type, self.policies.precision.param_dtype, attachments)
+        modules: dict[bool, list[nn.Module]] = {True: [], False: []}  # by whether FSDP2 casts them
+        for unit in units:
+            modules[self._policies_of(unit).is_sharded] += unit.modules
+        if self._policies_of(rest).is_sharded:
+            precision.cast_whole(modules[False])
+        else:
+            precision.cast_rest(rest.modules[0], modules[True])
 
     def _make_store(self, context: StoreContext, policies: ShardingPolicies) -> Store:
         """The store of all parameters of a model, which are kept alike."""
@@ -253,7 +270,8 @@ class Placement:
             for store, policies in sharding.items()
         }
         sharded = [(unit.modules, kinds[unit.placement.store]) for unit in units if unit.placement.store in kinds]
-        root = kinds.get(rest.placement.store) or next(iter(kinds.values()))
+        # Of a rest that is whole FSDP2 has nothing to cast: neither images nor labels that are not to be rounded.
+        root = kinds.get(rest.placement.store) or replace(next(iter(kinds.values())), casts_inputs=False)
         return Fsdp2Store(context, sharded, root, elsewhere=elsewhere, device=self.device, prefetch=self.prefetch)
 
     def _kind(self, policies: ShardingPolicies, reduction: GradientReduction | None) -> UnitKind:

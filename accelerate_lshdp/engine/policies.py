@@ -153,6 +153,11 @@ def resolve_policies(
     mechanism = choose_mechanism(strategy, topology, device_type, intra_node)
     groups = shard_groups_of(strategy, topology, mechanism)
     notice = None
+    if strategy.carried_out_as is not strategy:
+        notice = (
+            f"{strategy} is carried out as {strategy.carried_out_as}: parameters and gradients are divided among all "
+            "ranks, too, not the optimizer states alone. That sends as much and needs less memory"
+        )
     if strategy.is_node_sharded and topology.is_uneven and mechanism is Mechanism.FSDP2:
         notice = (
             f"nodes have {list(topology.node_sizes)} ranks: shards of different sizes cannot be summed between nodes, "

@@ -8,6 +8,7 @@ numbers of dropout, so that gradients stay the same.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,27 +16,37 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accelerate_lshdp.engine.attachments import Attachments
+from accelerate_lshdp.engine.module_state import change, exclude_hooks_from_pickles
 
+
+logger = logging.getLogger(__name__)
 
 #: Recomputes whatever it is called with; gradients of tensors in keywords and closures are kept, too.
 _RECOMPUTED = functools.partial(checkpoint, use_reentrant=False)
 
 
-def recompute_activations(modules: Sequence[nn.Module], attachments: Attachments) -> None:
+def recompute_activations(model: nn.Module, modules: Sequence[nn.Module], attachments: Attachments) -> None:
     """Lets modules recompute their activations in the backward, until the attachments are removed.
 
     Args:
-        modules: of a unit; the hooks of each one itself (those that gather its parameters, too) run once.
+        model: they are parts of it.
+        modules: of units; the hooks of each one itself (those that gather its parameters, too) run once.
         attachments: of the model.
     """
     for module in modules:
-        if _knows_how(module):
-            # transformers' layers leave out their cache of keys and values then, which a second forward would extend.
-            changes = {"gradient_checkpointing": True, "_gradient_checkpointing_func": _RECOMPUTED}
-        else:
-            changes = {"forward": functools.partial(_RECOMPUTED, module.forward)}
-        for name, value in changes.items():
-            _set(module, name, value, attachments)
+        for name, value in _changes(module).items():
+            change(module, name, value, attachments)
+        exclude_hooks_from_pickles(module)  # so that copies of it compute as it did before
+    if modules:
+        attachments.add(model.register_forward_pre_hook(_Again(modules)))
+
+
+def _changes(module: nn.Module) -> dict[str, Any]:
+    """The attributes by which a module recomputes."""
+    if _knows_how(module):
+        # transformers' layers leave out their cache of keys and values then, which a second forward would extend.
+        return {"gradient_checkpointing": True, "_gradient_checkpointing_func": _RECOMPUTED}
+    return {"forward": functools.partial(_RECOMPUTED, module.forward)}
 
 
 def _knows_how(module: nn.Module) -> bool:
@@ -43,16 +54,21 @@ def _knows_how(module: nn.Module) -> bool:
     return any(ancestor.__name__ == "GradientCheckpointingLayer" for ancestor in type(module).__mro__)
 
 
-def _set(module: nn.Module, name: str, value: Any, attachments: Attachments) -> None:
-    """Sets an attribute of the instance, as it was again when the attachments are removed."""
-    own = vars(module)
-    had, before = name in own, own.get(name)
+class _Again:
+    """A hook of a model: lets units that recompute go on with it where the script has switched it off for all."""
 
-    def undo() -> None:
-        if had:
-            own[name] = before
-        else:
-            own.pop(name, None)
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._layers = [module for module in modules if _knows_how(module)]
 
-    attachments.at_removal(undo)
-    own[name] = value
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for layer in self._layers:
+            if not layer.gradient_checkpointing:
+                # On every rank alike: ranks of which some recompute and others do not would still agree on gradients.
+                logger.warning(
+                    "gradient_checkpointing_disable() was called on a model whose placement says checkpoint: true of "
+                    "some units, which go on recomputing their activations: the memory was planned for it. Write "
+                    "checkpoint: false in the placement to keep them"
+                )
+                for each in self._layers:
+                    vars(each).update(_changes(each))
+                return

@@ -112,6 +112,10 @@ class Store(ABC):
         """The tensors whose gradients a backward produces: the parameters as the forward has used them."""
         yield from self.trainable_parameters()
 
+    def gathered_parameters(self) -> dict[int, nn.Parameter]:
+        """The parameters as the optimizer sees them, by the ids of those that the module has while it is gathered."""
+        return {}
+
     def has_gradients(self) -> bool:
         """Whether this rank holds gradients, final or not."""
         return any(parameter.grad is not None for parameter in self.trainable_parameters())

@@ -132,13 +132,16 @@ def _read_cluster(value: object, path: str) -> tuple[tuple[Node, ...], tuple[Nod
 
 def _read_limit(entry: object, path: str) -> Limit:
     kinds = ("ratio", "error")
-    section = require_object(entry, path, required=("name", "at_most"), optional=("figure", *kinds))
+    section = require_object(entry, path, required=("name", "at_most"), optional=("figure", "within_memory", *kinds))
     require_name(section["name"], f"{path}.name", "a name")
     given = [kind for kind in kinds if kind in section]
     if len(given) != 1:
         raise PlanError(f"found {given or 'none'} of {', '.join(kinds)}, expected one of them.", path=path)
-    if "figure" in section and given != ["ratio"]:
-        raise PlanError('found "figure", which only a ratio has. Remove it.', path=path)
+    for key in ("figure", "within_memory"):
+        if key in section and given != ["ratio"]:
+            raise PlanError(f'found "{key}", which only a ratio has. Remove it.', path=path)
+    if "within_memory" in section:
+        require_number(section["within_memory"], f"{path}.within_memory", positive=True)
     require_number(section["at_most"], f"{path}.at_most", positive=True)
     if given == ["ratio"]:
         return Limit(section["name"], _read_ratio(section, path), section["at_most"])
@@ -164,4 +167,4 @@ def _read_ratio(section: Mapping[str, Any], path: str) -> Ratio:
     figure = section.get("figure", COMPARED[0])
     require_choice(figure, f"{path}.figure", COMPARED)
     labels = [tuple(part) if isinstance(part, list) else (part,) for part in parts[:2]]
-    return Ratio(labels[0], labels[1], parts[2], figure)
+    return Ratio(labels[0], labels[1], parts[2], figure, section.get("within_memory"))

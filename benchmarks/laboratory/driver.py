@@ -14,6 +14,7 @@ from accelerate_lshdp.comparing.cases import FULL_PRECISION, PLAN, Case, equal_s
 from accelerate_lshdp.comparing.driver import BUILD_SECONDS, Comparison, kind_of
 from accelerate_lshdp.comparing.launch import ENGINE, PLAIN_FSDP2
 from accelerate_lshdp.comparing.measurement import Measurement
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
 from laboratory.config import BenchmarkConfig
@@ -70,6 +71,11 @@ class ClusterBenchmark(Comparison):
         if self._measured is None:
             raise ValueError("found no profile of the ranks, expected one for planned batch sizes: profiling failed")
         return self._measured.batches(case, self.config.total_batch_size, network)
+
+    def _plan_placement(self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str) -> ModelPlacement:
+        if self._measured is None:
+            raise ValueError("found no profile of the ranks, expected one for a planned placement: profiling failed")
+        return self._measured.plan_placement(self._placed, case.memory_limit, micro_batches, network)
 
     # What is known before training
 
@@ -212,9 +218,10 @@ class ClusterBenchmark(Comparison):
         if checks:
             speed = speed_of(checks, self._checks_among(measurement), expected, measurement.nodes)
         measurement.slowdown = speed.slowdown if checks else None
+        placements = None if measurement.placement is None else self._placed.placements(measurement.placement)
         try:
             measurement.predicted_seconds = self._measured.predicted_seconds(
-                measurement.case, measurement.micro_batches, measurement.network, speed
+                measurement.case, measurement.micro_batches, measurement.network, speed, placements
             )
         except ValueError as error:  # sizes that the file gives may be larger than those that were measured
             self._say(f"{measurement.name} is not predicted: {error}")

@@ -19,12 +19,15 @@ class Ratio:
         denominator: labels, likewise.
         network: its name.
         figure: a key of the case in ``results.json``; of several numbers (one a node) the largest counts.
+        within_memory: cases of the denominator count if they need no more memory than this share of what ``lsdp``
+            needs; None: all count.
     """
 
     numerator: tuple[str, ...]
     denominator: tuple[str, ...]
     network: str
     figure: str
+    within_memory: float | None = None
 
     def value(self, cases: Sequence[Mapping[str, Any]]) -> float:
         """The largest such ratio over all clusters and models; NaN if there is none."""
@@ -35,8 +38,10 @@ class Ratio:
 
     def _of(self, cases: Sequence[Mapping[str, Any]]) -> float:
         figures = []
-        for labels in (self.numerator, self.denominator):
+        for labels, most in ((self.numerator, None), (self.denominator, self.within_memory)):
             chosen = [case for case in cases if case["network"] == self.network and case["label"] in labels]
+            if most is not None:
+                chosen = [case for case in chosen if case["memory_share"] is not None and case["memory_share"] <= most]
             measured = [case[self.figure] for case in chosen if case[self.figure] is not None]
             figures.append(min((max(_list(value)) for value in measured), default=math.nan))
         return figures[0] / figures[1]

@@ -13,14 +13,17 @@ from typing import Any
 
 from accelerate_lshdp.comparing.batch_sizes import plan_micro_batches
 from accelerate_lshdp.comparing.cases import FULL_PRECISION, Case, equal_sizes, has_units
+from accelerate_lshdp.comparing.placements import PlacedModel
 from accelerate_lshdp.documents.cluster import Link, Node
 from accelerate_lshdp.documents.collectives import collectives_of, group_sizes
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import LinkCost, ring_all_reduce
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.strategy import strategy_traits
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
+from accelerate_lshdp.planning.cost.placed_step import StoreCosts, predict_placed_step
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
 from accelerate_lshdp.planning.cost.wire_sizes import reduction_bytes
 from laboratory.shared_machine import Processors, simulate_under_quotas
@@ -117,18 +120,75 @@ class ClusterMeasurements:
         return sizes, [rank.time(size) for rank, size in zip(self.profile.ranks, sizes, strict=True)]
 
     def predicted_seconds(
-        self, case: Case, micro_batches: Sequence[tuple[int, int]], network: str, speed: Speed
+        self,
+        case: Case,
+        micro_batches: Sequence[tuple[int, int]],
+        network: str,
+        speed: Speed,
+        placements: tuple[Sequence[UnitPlacement], UnitPlacement] | None = None,
     ) -> float:
         """The step that the cost model predicts for a case on a network, at the ranks' speed at that time.
+
+        Args:
+            case: what is trained.
+            micro_batches: (size, accumulation steps) of each rank.
+            network: its name.
+            speed: of the ranks.
+            placements: of the model's units and of the rest of it. None: all are kept as the strategy says.
 
         Raises:
             ValueError: a micro-batch is larger than measured.
         """
-        described, measured = self.networks[network]
         format = self.formats[case.communication_dtype]
-        overheads = self.plain_overheads if case.is_peer else self.overheads
+        sent = {"communication_dtype": case.communication_dtype, "wire_bytes": format.wire_bytes}
+        if placements is None:
+            predicted = predict_step(
+                case.strategy,
+                self._profiles(case.strategy, speed),
+                micro_batches,
+                replace(self.model, ready_bytes=self.profile.bucket_bytes),
+                self._cluster(case.strategy, format, network, speed),
+                optimizer_shares=[1.0] * len(micro_batches),
+                load_seconds=self._loads(case, speed),
+                **sent,
+            )
+        else:
+            units, root = placements
+            costs = {}
+            for store in {placement.store for placement in (*units, root)}:
+                name, loads = str(store.strategy), self._loads(case, speed)
+                costs[store] = StoreCosts(
+                    self._profiles(name, speed), self._cluster(name, format, network, speed), loads
+                )
+            predicted = predict_placed_step(units, root, micro_batches, self.model, costs, **sent)
+        # Ranks of the engine tell each other at the end of a backward what they measured: a small all-reduce.
+        tells = not case.is_peer and len(self.nodes) > 1
+        told = self.networks[network][1].all_reduce.latency_seconds if tells else 0.0
+        return float(predicted.seconds + told)
+
+    def plan_placement(
+        self, placed: PlacedModel, share: float, micro_batches: Sequence[tuple[int, int]], network: str
+    ) -> ModelPlacement:
+        """The placement that is planned for a limit of memory; see `PlacedModel.plan`."""
+        cost = self.formats[FULL_PRECISION].communication_cost
+        per_byte = self.overheads.inside_seconds_per_byte or cost.seconds_per_byte
+        # The ranks of a node share its processors, which do what links do elsewhere.
+        inside = max(per_byte * node.ranks / node.cores for node in self.nodes)
+        return placed.plan(
+            share,
+            micro_batches,
+            self.profile.rank_profiles(),
+            self._link(*self.networks[network]),
+            LinkCost(0.0, inside),
+            streams=False,
+        )
+
+    def _cluster(self, strategy: str, format: Format, network: str, speed: Speed) -> ClusterModel:
+        """The nodes and a network as they are for the processes of a strategy."""
+        is_plain, described, measured = strategy_traits(strategy).is_plain, *self.networks[network]
         communication_cost = self._under_load(format.communication_cost)
-        if has_units(case):
+        if has_units(strategy):
+            overheads = self.plain_overheads if is_plain else self.overheads
             communication_cost = replace(
                 communication_cost,
                 seconds_per_collective=0.0,  # it is in those of a unit
@@ -137,30 +197,16 @@ class ClusterMeasurements:
                 inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
         slowdowns = iter(speed.slowdowns)
-        cluster = ClusterModel(
+        return ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
             link=self._link(described, measured),
             communication_costs=tuple(
                 communication_cost.on(node.cores / mean(islice(slowdowns, node.ranks))) for node in self.nodes
             ),
-            shared_memory=self.shared_memory and not case.is_peer,
+            shared_memory=self.shared_memory and not is_plain,
             message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
             simulate=partial(simulate_under_quotas, processors=self._processors(speed)),
         )
-        predicted = predict_step(
-            case.strategy,
-            self._profiles(case, speed),
-            micro_batches,
-            replace(self.model, ready_bytes=self.profile.bucket_bytes),
-            cluster,
-            communication_dtype=case.communication_dtype,
-            wire_bytes=format.wire_bytes,
-            optimizer_shares=[1.0] * len(micro_batches),
-            load_seconds=self._loads(case, speed),
-        )
-        # Ranks of the engine tell each other at the end of a backward what they measured: a small all-reduce.
-        told = measured.all_reduce.latency_seconds if not case.is_peer and len(cluster.nodes) > 1 else 0.0
-        return float(predicted.seconds + told)
 
     def _processors(self, speed: Speed) -> tuple[Processors, ...]:
         """Of each node: they share this machine, which may not have what all of them want together."""
@@ -176,22 +222,22 @@ class ClusterMeasurements:
             for node in self.nodes
         )
 
-    def _profiles(self, case: Case, speed: Speed) -> list[RankProfile]:
+    def _profiles(self, strategy: str, speed: Speed) -> list[RankProfile]:
         """The ranks at their speed, with the optimizer step that they do under a strategy.
 
         What sending takes of them is in the cluster's `communication_costs` and in `_loads`.
         """
-        traits = strategy_traits(case.strategy)
+        traits = strategy_traits(strategy)
         sizes = group_sizes(traits, [node.ranks for node in self.nodes])
         groups = [size for size, node in zip(sizes, self.nodes, strict=True) for _ in range(node.ranks)]
         cores = [node.cores / node.ranks for node in self.nodes for _ in range(node.ranks)]
-        overheads = self.plain_overheads if case.is_peer else self.overheads
+        overheads = self.plain_overheads if traits.is_plain else self.overheads
         profiles = []
         for place, rank in enumerate(self.profile.ranks):
             slowdown = speed.slowdowns[place]
             # Plain PyTorch steps parameter by parameter, which its own check has measured.
-            whole = speed.optimizer_seconds[place] if case.is_peer else slowdown * rank.optimizer_seconds
-            unwrapping = slowdown * overheads.optimizer_seconds / cores[place] if has_units(case) else 0.0
+            whole = speed.optimizer_seconds[place] if traits.is_plain else slowdown * rank.optimizer_seconds
+            unwrapping = slowdown * overheads.optimizer_seconds / cores[place] if has_units(strategy) else 0.0
             seconds = whole / groups[place] + unwrapping
             slower = rank.slowed_down(slowdown)
             profiles.append(replace(slower, communication_load_seconds=0.0, optimizer_seconds=seconds).profile())

@@ -89,7 +89,8 @@ class EmulatedRank(Rank):
 
         ranks = iter(range(dist.get_world_size()))
         nodes = [list(islice(ranks, size)) for size in node_sizes]
-        _, unit_bytes = models.measure(self.model)
+        _, units = models.measure(self.model)
+        unit_bytes = list(units.values())
         count = len(self._shapes())
         fused = None if is_peer else True  # as the engine does it on CPUs
         return {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from laboratory.config import BenchmarkConfig
 from laboratory.limits import Ratio
 
-from accelerate_lshdp.comparing.cases import PLAN, Case
+from accelerate_lshdp.comparing.cases import AUTO, PLAN, Case
 from accelerate_lshdp.comparing.config import ConfigError
 
 
@@ -45,6 +46,35 @@ def test_a_file_says_what_is_compared_where() -> None:
     assert config.networks["250 Mb/s, 2 ms"].latency_seconds == 0.002
     assert [node.cores for node in config.clusters["uneven"]] == [0.8, 0.4]
     assert config.limits[0].of == Ratio(("lshdp bf16",), ("torch_ddp", "ddp fp32"), "1 Gb/s", "step_seconds")
+
+
+def test_a_case_may_say_where_its_units_are() -> None:
+    planned = {"strategy": "osdp", "placement": "auto", "memory_limit": 0.75}
+    config = BenchmarkConfig.from_dict(changed("strategies.3", planned))
+    assert config.cases[3] == Case("osdp", placement=AUTO, memory_limit=0.75)
+    with pytest.raises(
+        ConfigError, match=r'strategies\[1\]: "osdp fp32 \(auto 0.75\)" trains with a planned placement'
+    ):
+        document = changed("strategies.3", planned)
+        BenchmarkConfig.from_dict({**document, "strategies": document["strategies"][1::2], "profile_seconds": 0})
+    written = {"default": {"store": "world"}, "units": {"layers.0": {"checkpoint": True}}}
+    case = BenchmarkConfig.from_dict(changed("strategies.3", {"strategy": "osdp", "placement": written})).cases[3]
+    assert str(case.known_placement) == "node recomputed: layers.0; others: world"
+
+
+def test_a_ratio_may_leave_out_what_needs_more_memory() -> None:
+    ratio = Ratio(("osdp",), ("lsdp", "fsdp", "torch_fsdp"), "slow", "step_seconds", within_memory=0.75)
+    cases = [
+        {"cluster": "c", "model": "m", "network": "slow", "label": label, "step_seconds": step, "memory_share": share}
+        for label, step, share in (
+            ("osdp", 3.0, 0.74),
+            ("lsdp", 2.0, 1.0),
+            ("fsdp", 4.0, 0.6),
+            ("torch_fsdp", 1.0, None),
+        )
+    ]
+    assert ratio.value(cases) == 0.75
+    assert math.isnan(ratio.value([case for case in cases if case["label"] != "fsdp"]))
 
 
 def test_nodes_may_have_other_cores_later() -> None:
@@ -96,6 +126,25 @@ def test_the_files_of_this_repository_are_right(path: Path) -> None:
         ("limits.0.ratio", ["lshdp", "torch_ddp", "1 Gb/s"], r'limits\[0\].ratio: found "lshdp" .*"lshdp bf16"'),
         ("limits.0.ratio", ["torch_ddp", "ddp fp32", "2 Gb/s"], r'limits\[0\].ratio: found "2 Gb/s"'),
         ("limits.0.at_most", None, r"limits\[0\].at_most: found null, expected a finite number"),
+        ("limits.0.within_memory", 0, r"limits\[0\].within_memory: found 0, expected a finite number above 0"),
+        ("strategies.3", {"strategy": "lsdp", "placement": "auto"}, r"strategies\[3\].placement: found a placement"),
+        ("strategies.3", {"strategy": "osdp", "placement": "auto"}, r"strategies\[3\]: expected placement auto and m"),
+        ("strategies.3", {"strategy": "osdp", "memory_limit": 0.9}, r"strategies\[3\]: expected placement auto and m"),
+        (
+            "strategies.3",
+            {"strategy": "osdp", "placement": {"default": {"store": "disk"}}},
+            r'strategies\[3\].placement.default.store: found "disk"',
+        ),
+        (
+            "strategies.3",
+            {"strategy": "torch_fsdp", "checkpoint": True},
+            r'strategies\[3\].checkpoint: found checkpoint with strategy "torch_fsdp"',
+        ),
+        (
+            "strategies.3",
+            {"strategy": "lsdp", "checkpoint": True, "batch_sizes": "auto"},
+            r"strategies\[3\]: found batch_sizes auto with a placement or checkpoint",
+        ),
         ("limits.0.error", "bytes largest", r"limits\[0\]: found \['ratio', 'error'\] of .*, expected one of them"),
     ],
 )

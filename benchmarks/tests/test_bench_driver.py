@@ -48,7 +48,7 @@ class KnowsTheSpeed:
         self.planned = planned
         return [total // 2] * 2, [0.4, 0.4]
 
-    def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed) -> float:
+    def predicted_seconds(self, case: Any, micro_batches: Any, network: str, speed: Speed, placements: Any) -> float:
         return speed.slowdown
 
 

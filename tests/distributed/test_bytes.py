@@ -36,6 +36,7 @@ def expected(strategy: str, micro: int, total: int, root: int, width: float) -> 
         ("group_sharding", (2, 2), 2, "bf16", 1),
         ("zero2", (1, 1), 1, "fp32", 1),
         ("zero2", (1, 1), 3, "bf16", 2),
+        ("zero1", (1, 1), 2, "fp32", 1),
         ("fsdp", (1, 1), 1, "fp32", 1),
         ("fsdp_offload", (1, 1), 2, "fp32", 1),
         ("fsdp", (4,), 1, "bf16", 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,7 @@ def test_every_format_of_the_table_has_a_reduction():
     [
         ("ddp", False, True, ((0,), (1,), (2,), (3,)), ((0, 2), (1, 3))),
         ("zero2", False, False, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
+        ("zero1", False, False, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
         ("fsdp", False, True, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
         ("fsdp_offload", True, True, ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))),
         ("group_sharding", False, True, ((0, 1), (2, 3)), ((0, 2), (1, 3))),
@@ -123,6 +125,15 @@ def test_uneven_nodes_get_one_rank_a_shard_group_and_are_told():
     assert policies.shard_groups == ((0,), (1,), (2,)) and policies.replica_groups == ((0, 1), (0, 2))
     assert "one full copy of the parameters for each rank" in policies.notice
     assert resolve_policies(Strategy.FSDP, Topology(0, (1, 2)), device_type="cuda").notice is None
+
+
+def test_zero1_says_that_it_is_carried_out_as_zero2():
+    zero1, zero2 = (
+        resolve_policies(strategy, Topology(0, (2, 2)), device_type="cpu")
+        for strategy in (Strategy.ZERO1, Strategy.ZERO2)
+    )
+    assert "zero1 is carried out as zero2" in zero1.notice and "needs less memory" in zero1.notice
+    assert replace(zero1, strategy=Strategy.ZERO2, notice=None) == zero2
 
 
 def test_zero2_refuses_to_reshard():

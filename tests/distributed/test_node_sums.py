@@ -15,9 +15,10 @@ from checkpoint_cases import run_until_killed
 from node_shared_cases import Points, TwoHeads, batch_of, values
 from torch import nn
 from torch.utils.data import DataLoader
-from training_cases import collate, make_optimizer, relative_error
+from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.node_sums import NodeSums, _PendingSum
 from accelerate_lshdp.engine.wire.node_first import NodeFirstReduction
@@ -208,6 +209,28 @@ def test_a_backward_that_fails_on_one_rank_is_an_error_on_all(workers):
     assert errors[1].type == "ZeroDivisionError"
     for rank in (0, 2, 3):
         assert "backward of rank 1 failed" in errors[rank].message
+
+
+def fail_beside_sharded_units() -> None:
+    """The last gradient of the backward, of a whole parameter, fails on rank 1; what FSDP2 does is over by then."""
+    whole = UnitPlacement(UnitStore.REPLICATE)
+    placement = ModelPlacement({"": whole, "vit.embeddings": whole}, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([2, 2], strategy="osdp", placement=placement)
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model()
+    loader = DataLoader(case.dataset(8, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.1), loader)
+    loss = case.loss(model.train(), next(iter(loader)))
+    if accelerator.process_index == 1:
+        model.vit.embeddings.cls_token.register_hook(lambda gradient: 1 / 0)
+    accelerator.backward(loss)
+
+
+def test_ranks_of_a_node_do_not_wait_for_one_whose_backward_failed_beside_sharded_units(workers):
+    errors = workers(2).run(fail_beside_sharded_units, nodes=(2,), timeout=40, expect_failure=True)
+    assert "a backward failed on rank 1 and not on the others" in errors[1].message
+    assert "the backward of local rank 1 of this node failed" in errors[0].message
 
 
 def test_a_backward_that_failed_on_all_ranks_can_be_repeated(workers):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -394,17 +396,18 @@ def refused_at_start(plan: Plan) -> str:
     return str(caught.value)
 
 
-def refused_precision(plan: Plan) -> str:
+def refused_resharding() -> str:
+    placement = ModelPlacement(default=UnitPlacement(UnitStore.WORLD_TO_NODE))
+    plan = Plan.from_batch_sizes([1, 1, 1, 1], strategy="osdp", placement=placement)
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        LSHDPAccelerator(plan=plan, mixed_precision="bf16")
+        LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(reshard_after_forward=False))
     return str(caught.value)
 
 
-def test_whole_units_beside_sharded_ones_are_refused_in_mixed_precision(workers):
-    placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
-    plan = Plan.from_batch_sizes([1, 1], strategy="osdp", placement=placement)
-    for said in workers(2).run(refused_precision, plan, nodes=(1, 1)):
-        assert "whole and sharded units do not compute in the same precision yet" in said
+def test_shards_of_nodes_after_the_forward_are_refused_where_nothing_is_to_be_resharded(workers):
+    for said in workers(4).run(refused_resharding, nodes=(2, 2)):
+        assert 'found reshard_after_forward=False with a unit in store "world_to_node"' in said
+        assert "LSDP_RESHARD_AFTER_FORWARD" in said
 
 
 def test_shards_of_nodes_after_the_forward_need_even_nodes(workers):
@@ -412,6 +415,73 @@ def test_shards_of_nodes_after_the_forward_need_even_nodes(workers):
     plan = replace(Plan.from_batch_sizes([1, 1, 1], strategy="osdp"), placement=placement)
     for said in workers(3).run(refused_at_start, plan, nodes=(1, 2)):
         assert "expected as many ranks on every node" in said
+
+
+def clipped_after_another_forward(plan: Plan, between: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm before clipping and the clipped gradients, if a metric is computed in between; whose list is given."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model(LAYERS).double()
+    loader = DataLoader(case.dataset(plan.total_batch_size, torch.float64), batch_size=2, collate_fn=collate)
+    model, loader, _ = accelerator.prepare(model, loader, make_optimizer(model, 1e-2, 0.0))
+    batch = next(iter(loader))
+    accelerator.backward(case.loss(model.train(), batch))
+    if between:
+        case.loss(model, batch)
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.01))
+    if between:
+        case.loss(model, batch)
+    accelerator.clip_grad_value_(model.parameters(), 0.001)
+    model.eval()
+    with torch.no_grad():
+        case.loss(model, batch)  # drops what the forwards have gathered
+    return norm, {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["osdp", "zero2"])
+def test_clipping_after_another_forward_reaches_all_gradients(workers, strategy):
+    placement = ModelPlacement({"": UnitPlacement(UnitStore.WORLD)}, UnitPlacement(UnitStore.WORLD_KEPT))
+    placement = replace(placement, units=(*placement.units, ("vit.layers.1", UnitPlacement(UnitStore.NODE))))
+    plan = Plan.from_batch_sizes([1, 2], strategy=strategy, placement=placement if strategy == "osdp" else None)
+    usual, after = (workers(2).run(clipped_after_another_forward, plan, between, nodes=(1, 1)) for between in (0, 1))
+    for (norm, gradients), (other_norm, others) in zip(usual, after, strict=True):
+        assert norm == other_norm > 0.01
+        assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+
+
+def recomputed_in_spite_of(plan: Plan) -> tuple[list[int], list[int], list[bool]]:
+    """How often each layer computes in a step after gradient_checkpointing_disable(), and copies of the model."""
+    case = CASES["vit"]
+    accelerator = LSHDPAccelerator(plan=plan)
+    model = case.model(LAYERS)
+    loader = DataLoader(case.dataset(4, torch.float32), batch_size=2, collate_fn=collate)
+    model, loader, _ = accelerator.prepare(model, loader, make_optimizer(model, 1e-2, 0.0))
+    model.train().gradient_checkpointing_disable()
+    batch = next(iter(loader))
+
+    def computed(of: nn.Module, step: Any) -> list[int]:
+        counts = [0] * LAYERS
+        for number, layer in enumerate(of.vit.layers):
+            part = layer.layernorm_before
+            part.register_forward_hook(lambda *_, number=number: counts.__setitem__(number, counts[number] + 1))
+        step(case.loss(of, batch))
+        return counts
+
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    own = computed(model, accelerator.backward)
+    of_copies = [computed(each, torch.Tensor.backward) for each in copies]
+    marked = [any("lshdp" in name for part in each.modules() for name in vars(part)) for each in copies]
+    return own, [count for counts in of_copies for count in counts], marked
+
+
+def test_a_placement_s_recomputing_is_its_own(workers):
+    placement = ModelPlacement(
+        {"vit.layers.0": UnitPlacement(checkpoint=True), "vit.layers.2": UnitPlacement(checkpoint=True)}
+    )
+    plan = Plan.from_batch_sizes([2, 2], strategy="osdp", placement=placement)
+    for own, of_copies, marked in workers(2).run(recomputed_in_spite_of, plan, nodes=(2,)):
+        assert own == [2, 1, 2, 1]
+        assert of_copies == [1] * (2 * LAYERS) and marked == [False, False]
 
 
 def disagreeing() -> str:

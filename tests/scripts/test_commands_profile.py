@@ -114,6 +114,15 @@ def test_a_killed_rank_is_what_the_command_tells_of(
     assert said.endswith("No profile was written.\n")
 
 
+@pytest.mark.parametrize("strategy", ["osdp", "fsdp"])
+def test_what_is_measured_of_osdp_is_said(
+    strategy: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_command, "run", lambda arguments: 1)
+    main(["profile", "--nodes", "2", "--cpu", "--strategy", strategy, "tiny.py"])
+    assert ('with all of them in store "node"' in capsys.readouterr().err) == (strategy == "osdp")
+
+
 def test_the_ranks_are_told_what_the_command_was_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     monkeypatch.setattr(launch_command, "run", lambda arguments: told.append(arguments) or 1)

@@ -118,7 +118,9 @@ def check_facts(stdout: str, folder: Path, argv: list[str]) -> None:
     ]
 
 
-def test_accelerate_launch(folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["lsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_accelerate_launch(folder: Path, strategy: str) -> None:
+    Plan.from_batch_sizes(SIZES, strategy=strategy).save(folder / "plan.json")
     script = os.path.join("project", "train.py")
     arguments = [script, "--workers", "spawn", "--end", "exit"]
     result = launch(
@@ -130,6 +132,7 @@ def test_accelerate_launch(folder: Path) -> None:
     )
     check_facts(result.stdout, folder, arguments)
     assert result.returncode == 1 and "exitcode  : 7" in result.stderr, result.stderr  # the launcher's own is always 1
+    assert ("zero1 is carried out as zero2" in result.stderr) == (strategy == "zero1")
     assert "Traceback" not in result.stderr.partition("torch/distributed/elastic")[0]
 
 

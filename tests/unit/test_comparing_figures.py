@@ -11,6 +11,7 @@ from accelerate_lshdp.comparing.cases import Case
 from accelerate_lshdp.comparing.formula_bytes import formula_bytes
 from accelerate_lshdp.comparing.measurement import Measurement
 from accelerate_lshdp.comparing.results import all_machines
+from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.planning.cost.cluster_model import ModelSize
 
 
@@ -34,12 +35,24 @@ SIZE = ModelSize(800, 800, (300, 300))
         ("fsdp", 1050 + 600, 700 + 400),
         ("fsdp_offload", 1050 + 600, 700 + 400),
         ("zero2", 600 + 600, 400 + 400),
+        ("zero1", 600 + 600, 400 + 400),
     ],
 )
 def test_bytes_of_each_strategy(strategy: str, four_nodes: float, two_by_two: float) -> None:
     assert formula_bytes(Case(strategy), [1, 1, 1, 1], SIZE) == pytest.approx([four_nodes] * 4)
     assert formula_bytes(Case(strategy), [2, 2], SIZE) == pytest.approx([two_by_two] * 2)
     assert formula_bytes(Case(strategy), [2], SIZE) == [0.0]
+
+
+def test_bytes_of_units_of_several_stores_are_the_sum_of_what_each_sends() -> None:
+    to_node, whole = UnitPlacement(store=UnitStore.WORLD_TO_NODE), UnitPlacement(store=UnitStore.REPLICATE)
+    sent = formula_bytes(Case("osdp"), [2, 2], SIZE, micro_batches=2, placements=([to_node, whole], UnitPlacement()))
+    # Gathered between nodes in each forward alone, and reduced: (2 + 1) * 300 / 2; the others are summed.
+    assert sent == pytest.approx([450 + 300 + 200] * 2)
+    recomputed = ([UnitPlacement(store=UnitStore.WORLD, checkpoint=True)] * 2, UnitPlacement(store=UnitStore.WORLD))
+    assert formula_bytes(Case("fsdp", checkpoint=True), [2, 2], SIZE, placements=recomputed) == pytest.approx(
+        formula_bytes(Case("fsdp"), [2, 2], SIZE)
+    )
 
 
 def test_bytes_of_nodes_with_different_numbers_of_ranks() -> None:

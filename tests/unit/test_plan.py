@@ -123,6 +123,7 @@ def test_equal_plan_has_no_sizes() -> None:
 def test_strategy_properties() -> None:
     published = ("ddp", "zero2", "fsdp", "fsdp_offload", "group_sharding", "lsdp")
     assert {str(strategy) for strategy in Strategy} >= set(published)  # plans that are stored name them
+    assert Strategy.ZERO1.carried_out_as is Strategy.ZERO2 and Strategy.ZERO2.carried_out_as is Strategy.ZERO2
     assert f"{Strategy.LSDP}" == "lsdp" and Strategy.LSDP == "lsdp"
     having = {
         name: [strategy for strategy in published if getattr(Strategy(strategy), name)]

@@ -46,6 +46,17 @@ def test_a_transfer_gets_half_of_a_busy_processor_and_all_of_an_idle_one() -> No
     assert played.seconds == pytest.approx(1 + 4 + 2)
 
 
+def test_transfers_of_two_lanes_share_the_wire() -> None:
+    # The first one begins at 1, the other at 2, when a third of the first is done: then each gets half of the wire,
+    # until the other one is done at 4, with which rank 0 goes on until 6. What is left of the first takes until 5.
+    transfers = [Transfer(3.0, (0.0,), after=0, lane=1), Transfer(1.0, (0.0,), after=1)]
+    played = simulate_step(*step([[1.0], [1.0], [2.0]], transfers, needs=[None, None, 1]))
+    assert played.seconds == pytest.approx(6.0)
+    # Without a lane of its own the second one waits for the first, and so does the rank.
+    one_lane = [transfers[1], Transfer(3.0, (0.0,), after=0)][::-1]
+    assert simulate_step(*step([[1.0], [1.0], [2.0]], one_lane, needs=[None, None, 1])).seconds == pytest.approx(7.0)
+
+
 def test_what_cannot_end_is_an_error() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         simulate_step([Segment((1.0,), needs=0)], [Transfer(1.0, (0.0,), after=0)], [0])

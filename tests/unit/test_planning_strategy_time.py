@@ -67,6 +67,7 @@ def test_a_network_that_costs_nothing_leaves_computing_and_the_optimizer(strateg
         ("fsdp_offload", (2, 2), 1, 0.5 * (2 * 0.75 + 0.25 + 1)),
         ("zero2", (1, 1), 1, 0.5 * 2),
         ("zero2", (1, 1), 3, 0.5 * 2),
+        ("zero1", (1, 1), 3, 0.5 * 2),
         ("torch_ddp", (1, 1), 1, 1.0),
         ("torch_fsdp", (2, 2), 1, 0.75 * (2 * 0.75 + 0.25 + 2)),
         ("torch_hsdp", (2, 2), 1, 1.0),
@@ -289,7 +290,7 @@ def test_a_slower_network_or_more_bytes_are_never_faster(
 
 def test_what_does_not_match_is_an_error() -> None:
     with pytest.raises(ValueError, match="one of torch_ddp"):
-        predict("zero1")
+        predict("zero7")
     with pytest.raises(ValueError, match="one of each for every rank"):
         predict("ddp", profiles=[rank()])
     with pytest.raises(ValueError, match="communication_costs of 1 nodes"):

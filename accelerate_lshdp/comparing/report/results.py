@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.records import (
     BOOLEAN,
     LARGEST_COUNT,
@@ -105,6 +106,9 @@ class Case(Record):
         label: the strategy and its format as people read it, ``lshdp int8``.
         is_peer: whether it uses plain PyTorch and nothing of accelerate_lshdp, for comparison.
         nodes: number of ranks of each node.
+        placement: of the model's units, as in a plan; None: all are kept as the strategy says.
+        memory_share: memory that the rank in most need counts for parameters, gradients, optimizer states and what is
+            gathered of them, as a share of what it counts under ``lsdp``; None for plain PyTorch.
         batch_sizes: one a rank; None if the case failed before they were known.
         step_seconds: the median step.
         spread: median absolute deviation of the steps / their median.
@@ -149,6 +153,9 @@ class Case(Record):
     losses: tuple[LossPoint, ...] = entry(Value(lambda value, path: tuple(value), _read_losses))
     timeline: tuple[tuple[Event, ...], ...] | None = entry(optional(several(several(record(Event)))))
     error: str | None = entry(optional(name("what went wrong, or null")))
+    # Results of earlier versions do not have them.
+    placement: ModelPlacement | None = entry(optional(record(ModelPlacement)), default=None)
+    memory_share: float | None = entry(_POSITIVE, default=None)
 
     def _check_together(self) -> None:
         if self.error is not None:

@@ -16,7 +16,8 @@ STEP_LEGEND = (
     "step: median of the steps of all interleaved rounds; spread: median absolute deviation / median; less time than"
     " X: 1 - step / step of X; idle: 1 - mean / max of the ranks' compute seconds; MB between nodes: what the busiest"
     " node sent in a step, measured/by formula; GB a node: peak proportional set size (PSS) of the node that needs"
-    " most; prediction error: predicted / measured step - 1."
+    " most; memory / lsdp: what is counted for parameters, gradients, optimizer states and what is gathered of them,"
+    " as a share of what lsdp counts; prediction error: predicted / measured step - 1."
 )
 DETAIL_LEGEND = (
     "One figure a rank or a node, in order. compute: forward and backward; wait: for other ranks; all per step. Peaks"
@@ -47,10 +48,12 @@ def step_table(group: Group, network: str) -> Table:
     """The table of steps on one network: seconds, bytes, memory and prediction error of each strategy."""
     # One column for each peer: what a strategy saves depends on what it is compared with.
     cases, peers = group.on(network), group.peers(network)
+    # Where units are placed, for a limit of memory that the others may not keep.
+    shows_memory = any(case.placement is not None for case in cases)
     columns = (
         *("strategy", "step, s", "spread", "samples/s"),
         *(f"less time than {peer.label}" for peer in peers),
-        *("idle", "MB between nodes", "GB a node", "prediction error"),
+        *("idle", "MB between nodes", "GB a node", *["memory / lsdp"] * shows_memory, "prediction error"),
     )
     rows = []
     for case in cases:
@@ -68,6 +71,7 @@ def step_table(group: Group, network: str) -> Table:
                 _percent(case.idle_fraction, ".1%"),
                 f"{_megabytes(_largest(case.bytes_between_nodes))}/{_megabytes(_largest(case.formula_bytes))}",
                 _gigabytes(_largest(case.peak_pss_bytes)),
+                *[_percent(case.memory_share, ".2f")] * shows_memory,
                 _percent(case.prediction_error, "+.1%"),
             )
         )

@@ -194,6 +194,8 @@ class WholeStore(Store):
             self._final.add(index)
 
     def abandon(self) -> None:
+        if self._synchronise:  # else other ranks have all that they wait for, or wait for nothing
+            self._reductions.reduction.abandon()
         self._synchronise = False
         self._earlier.clear()
         self._final.clear()

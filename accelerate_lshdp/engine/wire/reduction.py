@@ -101,6 +101,10 @@ class GradientReduction(ABC):
             for of_one in members
         ]
 
+    def abandon(self) -> None:
+        """Says that a backward failed in which its sums were to be made; does not wait for other ranks."""
+        return
+
     def close(self) -> None:
         """Ends what serves it in threads of its own; no rank waits for another one."""
         return

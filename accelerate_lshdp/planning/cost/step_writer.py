@@ -79,6 +79,7 @@ class StepWriter:
         # An exchange in two stages is one entry here and two among the transfers.
         self.exchanges: list[Exchange] = []
         self.transfers: list[Transfer] = []
+        self.lane = 0  # in which its transfers go one after the other
         self.extra = np.zeros(len(self.group))  # seconds that are neither computing nor the optimizer
         self.inside_bytes = np.zeros(len(self.nodes))  # one entry a node
 
@@ -176,9 +177,11 @@ class StepWriter:
         # the node is a transfer of its own, which begins when the first one is complete.
         wire = between if inside.any() else max(between, within)
         seconds = self._device_copy_seconds(payload) + wire
-        self.transfers.append(Transfer(seconds, loads, after, beside))
+        self.transfers.append(Transfer(seconds, loads, after, beside, self.lane))
         if inside.any():
-            self.transfers.append(Transfer(within, self._processor_seconds(inside, inside=True), after))
+            self.transfers.append(
+                Transfer(within, self._processor_seconds(inside, inside=True), after, 0.0, self.lane)
+            )
         return len(self.transfers) - 1
 
     def _intra_node_wire_seconds(self, exchange: Exchange) -> float:

@@ -112,7 +112,8 @@ def units_of(problem: PlacementProblem, solution: Solution) -> tuple[tuple[str, 
     """The placement of each unit by its name.
 
     Which of several equal units have an option does not matter to the prediction. They take turns, as evenly as the
-    counts allow, so that what is sent is spread over each phase.
+    counts allow, so that what is sent is spread over each phase. But where some exchanges stop the computing, units
+    that send beside it come last: their backward is the first, and leaves them the most computing to travel beside.
     """
     placements = []
     for kind, counts in zip(problem.kinds, solution.counts, strict=True):
@@ -122,6 +123,7 @@ def units_of(problem: PlacementProblem, solution: Solution) -> tuple[tuple[str, 
             ((number + 0.5) / own, option, number) for option, own in enumerate(counts) for number in range(own)
         )
         assert len(places) == count
+        places.sort(key=lambda place: any(kind.options[place[1]].send))
         placements += [
             (name, kind.options[option].placement) for name, (_, option, _) in zip(kind.units, places, strict=True)
         ]

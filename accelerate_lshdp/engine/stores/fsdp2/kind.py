@@ -25,6 +25,7 @@ class UnitKind:
         all_gather: gathers a unit's parameters from the mesh.
         reduce_scatter: sums a unit's gradients and scatters them over the mesh.
         after_forward: the nodes and their ranks, where units keep the shards of a node after the forward.
+        casts_inputs: whether what a unit is called with is cast to the precision that it computes in.
     """
 
     policies: ShardingPolicies
@@ -33,6 +34,7 @@ class UnitKind:
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     after_forward: HSDPMeshInfo | None = None
+    casts_inputs: bool = True
 
     @property
     def is_replicated(self) -> bool:
@@ -52,6 +54,7 @@ class UnitKind:
                 param_dtype=precision.param_dtype,
                 reduce_dtype=precision.reduce_dtype,
                 output_dtype=self.policies.output_dtype,
+                cast_forward_inputs=self.casts_inputs,
             )
         # The root's own parameters are needed first in the forward and at once in the backward: they stay gathered.
         reshards = False if is_root else self.policies.reshard_after_forward

@@ -122,6 +122,11 @@ class Fsdp2Store(Store):
                 yield from (whole for whole in gathered if whole is not None)  # there is none before a first forward
         yield from self._plain.parameters
 
+    def gathered_parameters(self) -> dict[int, nn.Parameter]:
+        pairs = (pair for unit in self._units for pair in zip(unit.fsdp_params, unit.parameters, strict=True))
+        gathered = ((getattr(fsdp_param, "_unsharded_param", None), parameter) for fsdp_param, parameter in pairs)
+        return {id(whole): parameter for whole, parameter in gathered if whole is not None}
+
     # Setting up
 
     def _fsdp_modules(self) -> list[FSDPModule]:

@@ -79,6 +79,10 @@ class NodeSums(GradientReduction):
         self._node.ready(index, [added], [False], True)
         return _PendingSum(self._node, index, buffer, shared)
 
+    def abandon(self) -> None:
+        if self._node is not None:
+            self._node.give_up()
+
     def close(self) -> None:
         if self._node is not None:
             self._node.close()
@@ -86,6 +90,23 @@ class NodeSums(GradientReduction):
 
 class _CopiedSums(NodeReduction):
     """A `NodeReduction` whose buckets are waited for one by one, and copied by the ranks that do not have them."""
+
+    _is_open = False  # whether a backward has begun whose sums are not all there yet
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_open = True
+
+    def abandon(self) -> None:
+        self._is_open = False
+        super().abandon()
+
+    def give_up(self) -> None:
+        """Gives up a backward that failed on this rank, wherever it was: others may wait for its first bucket."""
+        # Counted in any case: the others have begun it, and the next one has to have the same number on all ranks.
+        if not self._is_open:
+            self.begin()
+        self.abandon()
 
     def is_final(self, index: int) -> bool:
         """Whether a bucket holds the final sum of this backward."""
@@ -110,6 +131,7 @@ class _CopiedSums(NodeReduction):
             copy()
         if index < len(self._buckets) - 1:
             return
+        self._is_open = False
         # Once, and not for each bucket: ranks would wake each other, and the owner of the next bucket would wait.
         self._publish(self._table.taken, self._rank, self._backward)
         if copy is None:
