@@ -64,7 +64,7 @@ class SlicedWeight:
         self._set(nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
     def _as_sharded(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
-        strides = torch.empty(shape, device="meta").stride()
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return DTensor.from_local(
             local, self._kind.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
         ).detach()
