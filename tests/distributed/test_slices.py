@@ -103,10 +103,10 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens).square().mean()
 
 
-def start(plan: Plan, model: nn.Module, batches: int = 1) -> tuple:
-    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"))
+def start(plan: Plan, model: nn.Module, **options: Any) -> tuple:
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Texts(plan.total_batch_size * batches), batch_size=1)
+    loader = DataLoader(Texts(plan.total_batch_size), batch_size=1)
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
 
@@ -115,7 +115,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def osdp(sizes: list, units: dict[str, UnitPlacement], **options: Any) -> Plan:
-    return Plan.from_batch_sizes(sizes, strategy="osdp", placement=ModelPlacement(units), **options)
+    placement = ModelPlacement(units, UnitPlacement(UnitStore.WORLD))
+    return Plan.from_batch_sizes(sizes, strategy="osdp", placement=placement, **options)
 
 
 def expected_gradients(samples: int) -> dict[str, torch.Tensor]:
@@ -190,7 +191,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(workers):
 
 def trained_in_parts(plan: Plan) -> list[dict[str, torch.Tensor]]:
     """Gradients of two forwards before one backward, and of a step of which one half is under ``no_sync``."""
-    accelerator, model, _, loader = start(plan, Reader().double(), batches=1)
+    accelerator, model, _, loader = start(plan, Reader().double())
     model.train()
     found = []
     for tokens in loader:
@@ -219,6 +220,53 @@ def test_forwards_and_backwards_may_come_in_several_parts(workers):
     for parts in workers(4).run(trained_in_parts, plan, nodes=(2, 2)):
         for found in parts:
             assert relative_error(found, expected) <= 1e-12
+
+
+def evaluated(plan: Plan, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Outputs with weights that were loaded, and the state after a forward that was interrupted."""
+    accelerator, model, _, _ = start(plan, Reader().double())
+    model.load_state_dict(state)
+
+    def interrupt(module: nn.Module, args: tuple) -> None:
+        raise KeyboardInterrupt
+
+    model.eval()
+    with torch.no_grad():
+        outputs = model(Texts(4).tokens)
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(Texts(4).tokens)
+        handle.remove()
+    return outputs, accelerator.get_state_dict(model)
+
+
+def test_weights_are_loaded_evaluated_and_saved_under_their_own_names(workers):
+    plan = osdp([1] * 3, {"": sliced(2), "blocks.0": sliced(2), "blocks.1": sliced(3)})
+    model = Reader().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    for outputs, state in workers(3).run(evaluated, plan, model.state_dict(), nodes=(1, 2)):
+        torch.testing.assert_close(outputs, model(Texts(4).tokens), rtol=1e-12, atol=1e-12)
+        assert not state or all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        assert not state or list(state) == list(model.state_dict())
+
+
+def trained_in_bf16(plan: Plan) -> dict[str, torch.Tensor]:
+    accelerator, model, _, loader = start(plan, Reader(), mixed_precision="bf16")
+    model.train()
+    for tokens in loader:
+        accelerator.backward(loss_of(model, tokens))
+    return gradients(model)
+
+
+def test_low_precision_is_that_of_whole_units(workers):
+    whole, parts = ({name: sliced(k) for name in ("", "blocks.0", "blocks.1")} for k in (1, 2))
+    pool = workers(4)
+    expected, found = (pool.run(trained_in_bf16, osdp([3, 1, 2, 2], each), nodes=(2, 2)) for each in (whole, parts))
+    for one, other in zip(expected, found, strict=True):
+        assert all(gradient.dtype == torch.float32 for gradient in other.values())
+        assert relative_error(other, one) <= 2e-2
 
 
 def without_a_sample() -> list[Setting]:

@@ -28,26 +28,22 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if sliced is None:
         return NotImplemented
     input, dtype = _for_computing(input, sliced)
-    # Flat in the function, as autograd lets nobody change a view in place that was made inside of one.
-    output = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, sliced, dtype)
-    if bias is not None:
-        output.add_(bias)
-    return output.view(*input.shape[:-1], output.shape[-1])
+    output = _Linear.apply(input, weight, sliced, dtype)
+    return output if bias is None else output.add_(bias)
 
 
-def matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """As ``torch.matmul`` with a matrix in slices on the right."""
+def matmul(input: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:
+    """As ``torch.matmul`` without options, with a matrix in slices on the right."""
     sliced = _only_sliced(other, input)
-    if sliced is None:
+    if sliced is None or options:
         return NotImplemented
     input, dtype = _for_computing(input, sliced)
-    output = _Matmul.apply(input.reshape(-1, input.shape[-1]), other, sliced, dtype)
-    return output.view(*input.shape[:-1], output.shape[-1])
+    return _Matmul.apply(input, other, sliced, dtype)
 
 
-def addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **scales: Any) -> torch.Tensor:
-    """As ``torch.addmm`` without factors, with a matrix in slices on the right."""
-    if _only_sliced(mat2, input, mat1) is None or scales:
+def addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any) -> torch.Tensor:
+    """As ``torch.addmm`` without options, with a matrix in slices on the right."""
+    if _only_sliced(mat2, input, mat1) is None or options:
         return NotImplemented
     return matmul(mat1, mat2).add_(input)
 
@@ -73,14 +69,15 @@ def embedding(
         )
     # None is no row; a negative one counts from the end.
     padding = -1 if padding_idx is None else padding_idx % rows
-    return _Embedding.apply(input.reshape(-1), weight, sliced, padding).view(*input.shape, -1)
+    return _Embedding.apply(input, weight, sliced, padding)
 
 
 def _only_sliced(weight: Any, *others: Any) -> SlicedWeight | None:
     """The slices of ``weight``, if it has some and no other argument has."""
-    if any(hasattr(other, "sliced") for other in others):
+    found, *further = (getattr(each, "sliced", None) for each in (weight, *others))
+    if any(isinstance(each, SlicedWeight) for each in further):
         return None
-    return getattr(weight, "sliced", None)
+    return found if isinstance(found, SlicedWeight) else None
 
 
 def _for_computing(input: torch.Tensor, sliced: SlicedWeight) -> tuple[torch.Tensor, torch.dtype]:
@@ -92,8 +89,12 @@ def _for_computing(input: torch.Tensor, sliced: SlicedWeight) -> tuple[torch.Ten
     return input, sliced.dtype
 
 
+# The functions make their results with all dimensions: autograd lets nobody change in place a view that was made
+# inside of one, as activations may do.
+
+
 class _Linear(torch.autograd.Function):
-    """x W^T. Shapes: x (n, columns), result (n, rows)."""
+    """x W^T. Shapes: x (..., columns), result (..., rows)."""
 
     @staticmethod
     def forward(
@@ -101,30 +102,31 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sliced, ctx.dtype = sliced, dtype
         ctx.save_for_backward(x)
-        rows = sliced.rows
-        output = x.new_empty(x.shape[0], rows.rows)
+        rows, flat = sliced.rows, _flat(x)
+        output = x.new_empty(*x.shape[:-1], rows.rows)
         sliced.announce("forward")
         for index in range(rows.count):
-            rows.put_columns(output, index, x @ sliced.gather(index, dtype).t())
+            rows.put_columns(_flat(output), index, flat @ sliced.gather(index, dtype).t())
         return output
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
         (x,), sliced = ctx.saved_tensors, ctx.sliced
-        of_input = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        flat, gradient = _flat(x), _flat(gradient)
+        of_input = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
         sliced.announce("backward")
         for index in range(sliced.rows.count):
             columns = sliced.rows.take_columns(gradient, index)
             if of_input is not None:
                 of_input.addmm_(columns, sliced.gather(index, ctx.dtype))
             if ctx.needs_input_grad[1]:
-                sliced.reduce(index, columns.t() @ x)
-        return of_input, None, None, None
+                sliced.reduce(index, columns.t() @ flat)
+        return None if of_input is None else of_input.view(x.shape), None, None, None
 
 
 class _Matmul(torch.autograd.Function):
-    """x W. Shapes: x (n, rows), result (n, columns)."""
+    """x W. Shapes: x (..., rows), result (..., columns)."""
 
     @staticmethod
     def forward(
@@ -132,28 +134,30 @@ class _Matmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sliced, ctx.dtype = sliced, dtype
         ctx.save_for_backward(x)
-        output = x.new_zeros(x.shape[0], sliced.shape[1])
+        flat = _flat(x)
+        output = x.new_zeros(*x.shape[:-1], sliced.shape[1])
         sliced.announce("forward")
         for index in range(sliced.rows.count):
-            output.addmm_(sliced.rows.take_columns(x, index), sliced.gather(index, dtype))
+            _flat(output).addmm_(sliced.rows.take_columns(flat, index), sliced.gather(index, dtype))
         return output
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
         (x,), sliced = ctx.saved_tensors, ctx.sliced
-        of_input = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        flat, gradient = _flat(x), _flat(gradient)
+        of_input = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         sliced.announce("backward")
         for index in range(sliced.rows.count):
             if of_input is not None:
                 sliced.rows.put_columns(of_input, index, gradient @ sliced.gather(index, ctx.dtype).t())
             if ctx.needs_input_grad[1]:
-                sliced.reduce(index, sliced.rows.take_columns(x, index).t() @ gradient)
-        return of_input, None, None, None
+                sliced.reduce(index, sliced.rows.take_columns(flat, index).t() @ gradient)
+        return None if of_input is None else of_input.view(x.shape), None, None, None
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of W by their indices. Shapes: indices (n,), result (n, columns)."""
+    """Rows of W by their indices. Shapes: indices (...), result (..., columns)."""
 
     @staticmethod
     def forward(
@@ -162,7 +166,7 @@ class _Embedding(torch.autograd.Function):
         ctx.sliced, ctx.padding = sliced, padding
         ctx.save_for_backward(indices)
         slice_of, place = sliced.rows.find(indices)
-        output = torch.empty(len(indices), sliced.shape[1], dtype=sliced.dtype, device=sliced.device)
+        output = torch.empty(*indices.shape, sliced.shape[1], dtype=sliced.dtype, device=sliced.device)
         sliced.announce("forward")
         for index in range(sliced.rows.count):
             wanted = slice_of == index
@@ -176,7 +180,12 @@ class _Embedding(torch.autograd.Function):
         slice_of, place = sliced.rows.find(indices)
         sliced.announce("backward")
         for index in range(sliced.rows.count):
-            of_slice = gradient.new_zeros(sliced.rows.gathered, gradient.shape[1], dtype=sliced.reduce_dtype)
+            of_slice = gradient.new_zeros(sliced.rows.gathered, gradient.shape[-1], dtype=sliced.reduce_dtype)
             wanted = (slice_of == index) & (indices != ctx.padding)
             sliced.reduce(index, of_slice.index_add_(0, place[wanted], gradient[wanted].to(of_slice.dtype)))
         return None, None, None, None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a matrix of its last dimension; a view where its memory allows."""
+    return tensor.reshape(-1, tensor.shape[-1])
