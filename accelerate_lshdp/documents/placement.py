@@ -53,6 +53,11 @@ class UnitStore(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def takes_slices(self) -> bool:
+        """Whether its units may be gathered in slices: the others keep what they have gathered, or a part of it."""
+        return self is UnitStore.WORLD
+
     @classmethod
     def of(cls, strategy: Strategy) -> UnitStore | None:
         """The store of single units that keeps them as a strategy keeps all of a model; None: there is none."""
@@ -66,7 +71,7 @@ class UnitPlacement(Record):
     Args:
         store: where its parameters live.
         checkpoint: whether its activations are recomputed in the backward instead of kept.
-        slices: pieces in which its large operators are gathered, one after the other; 1: whole.
+        slices: pieces in which each of its large weights is gathered, one after the other; 1: whole.
     """
 
     store: UnitStore = entry(member(UnitStore), default=UnitStore.NODE)
@@ -78,10 +83,11 @@ class UnitPlacement(Record):
         return " ".join(words + [f"in {self.slices} slices"] * (self.slices > 1))
 
     def _check_together(self) -> None:
-        if self.slices > 1 and not self.store.strategy.is_world_sharded:
+        if self.slices > 1 and not self.store.takes_slices:
             raise PlanError(
-                f'found {self.slices} slices with store "{self.store}", expected 1: only units that all ranks share '
-                '("world", "world_kept", "world_to_node") are gathered in slices.',
+                f'found {self.slices} slices with store "{self.store}", expected 1: only what units of store '
+                f'"{UnitStore.WORLD}" gather is dropped after its use, so that slices save memory. Use "store": '
+                f'"{UnitStore.WORLD}", or leave slices out.',
                 path="slices",
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
-from accelerate_lshdp.documents.placement import ModelPlacement
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.attachments import Attachments
@@ -29,6 +29,9 @@ from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.store import Fsdp2Store
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
+from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice, choose_sliced
+from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
+from accelerate_lshdp.engine.stores.sliced.store import SlicedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.unit_precision import UnitPrecision
 from accelerate_lshdp.engine.units import choose_units
@@ -146,12 +149,6 @@ class Placement:
         if self.placement is None:
             return [lambda context: self._make_store(context, self.policies)]
         units, rest = place_units(model, self.units, self.placement)
-        for unit in (*units, rest):
-            if unit.placement.slices > 1:
-                raise ValueError(
-                    f"found a unit with {unit.placement.slices} slices, expected 1: operators cannot be split yet. "
-                    "Leave slices out of the placement"
-                )
         if rest.placement.checkpoint:
             raise ValueError(
                 'found checkpoint: true for what is in no unit (""), expected false: its forward is that of the whole '
@@ -161,15 +158,22 @@ class Placement:
         recompute_activations(model, recomputed, attachments)
         # All stores of the plan, and not those of this model: models of one loss need gradients of one scale.
         policies = [*self.policies.of_stores.values(), *map(self._policies_of, (*units, rest))]
-        if all(_keep_alike(each, policies[0]) for each in policies):
+        # One process on a CPU gathers nothing, so it has nothing to slice.
+        sharded = [unit for unit in (*units, rest) if self._policies_of(unit).mechanism is Mechanism.FSDP2]
+        sliced = choose_sliced(model, sharded, self.topology.world_size)
+        if not sliced and all(_keep_alike(each, policies[0]) for each in policies):
             return [lambda context: self._make_store(context, policies[0])]
-        return self._mixed_stores(units, rest, attachments)
+        return self._mixed_stores(units, rest, sliced, attachments)
 
     def _policies_of(self, unit: PlacedUnit) -> ShardingPolicies:
         return self.policies.of_stores[unit.placement.store]
 
     def _mixed_stores(
-        self, units: Sequence[PlacedUnit], rest: PlacedUnit, attachments: Attachments
+        self,
+        units: Sequence[PlacedUnit],
+        rest: PlacedUnit,
+        sliced: Sequence[SlicedChoice],
+        attachments: Attachments,
     ) -> list[Callable[[StoreContext], Store]]:
         """What makes the stores of a model whose units are kept in different ways, one store a mechanism."""
         by_mechanism: dict[Mechanism, list[nn.Parameter]] = {mechanism: [] for mechanism in Mechanism}
@@ -179,9 +183,9 @@ class Placement:
         if self.policies.is_sharded and self.policies.precision.param_dtype is not None:
             self._set_precision(units, rest, attachments)
         # In the order of the model, as buckets are filled; parameters of one unit may be registered apart.
-        order = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
+        places = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
         for parameters in by_mechanism.values():
-            parameters.sort(key=lambda parameter: order[id(parameter)])
+            parameters.sort(key=lambda parameter: places[id(parameter)])
         whole, shared = by_mechanism[Mechanism.REPLICATED], by_mechanism[Mechanism.NODE_SHARED]
         # The model was left where it is: units that are kept on the host may not fit the device.
         for parameter in whole:
@@ -193,7 +197,16 @@ class Placement:
             makers.append(lambda context: self._make_whole(context, whole, user="whole"))
         # Last, as it cannot be undone: what fails before it leaves the model to the script.
         if by_mechanism[Mechanism.FSDP2]:
-            makers.append(lambda context: self._make_sharded_units(context, units, rest, [*whole, *shared]))
+            # Made by the first maker that asks: making groups is collective, and may fail.
+            kinds = functools.cache(lambda: self._kinds_of(units, rest))
+            elsewhere = [*whole, *shared, *(each.parameter for each in sliced)]
+            if not sliced:
+                makers.append(lambda context: self._make_sharded_units(context, units, rest, elsewhere, kinds()))
+                return makers
+            order = functools.cache(lambda: self._order_of(kinds()[UnitStore.WORLD]))
+            announced = functools.cache(lambda: {store: order().announced(kind) for store, kind in kinds().items()})
+            makers.append(lambda context: self._make_sharded_units(context, units, rest, elsewhere, announced()))
+            makers.append(lambda context: self._make_sliced(context, units, sliced, kinds()[UnitStore.WORLD], order()))
         return makers
 
     def _set_precision(self, units: Sequence[PlacedUnit], rest: PlacedUnit, attachments: Attachments) -> None:
@@ -250,14 +263,8 @@ class Placement:
             logger.warning(f"gradients are summed inside the nodes by collectives, without shared memory: {error}")
         return make(self._reductions.of_copies(user, in_memory=False))
 
-    def _make_sharded_units(
-        self,
-        context: StoreContext,
-        units: Sequence[PlacedUnit],
-        rest: PlacedUnit,
-        elsewhere: Sequence[nn.Parameter],
-    ) -> Fsdp2Store:
-        """The store of those units that FSDP2 shards."""
+    def _kinds_of(self, units: Sequence[PlacedUnit], rest: PlacedUnit) -> dict[UnitStore, UnitKind]:
+        """How FSDP2 keeps the units of each store (collective)."""
         # In the order of the model, the same on all ranks: making groups is collective.
         stores = dict.fromkeys(unit.placement.store for unit in (*units, rest))
         sharding = {store: self.policies.of_stores[store] for store in stores}
@@ -265,14 +272,39 @@ class Placement:
         # Stores of which nodes hold copies differ in where their shards live, not in which ranks sum them.
         copied = next((each for each in sharding.values() if not each.strategy.is_world_sharded), None)
         reduction = None if copied is None else self._reductions.of_shards(copied, user="units")
-        kinds = {
+        return {
             store: self._kind(policies, None if policies.strategy.is_world_sharded else reduction)
             for store, policies in sharding.items()
         }
+
+    def _order_of(self, kind: UnitKind) -> CollectiveOrder:
+        return CollectiveOrder(kind.mesh.get_group(), self.device, self.clock)
+
+    def _make_sharded_units(
+        self,
+        context: StoreContext,
+        units: Sequence[PlacedUnit],
+        rest: PlacedUnit,
+        elsewhere: Sequence[nn.Parameter],
+        kinds: Mapping[UnitStore, UnitKind],
+    ) -> Fsdp2Store:
+        """The store of those units that FSDP2 shards."""
         sharded = [(unit.modules, kinds[unit.placement.store]) for unit in units if unit.placement.store in kinds]
         # Of a rest that is whole FSDP2 has nothing to cast: neither images nor labels that are not to be rounded.
         root = kinds.get(rest.placement.store) or replace(next(iter(kinds.values())), casts_inputs=False)
         return Fsdp2Store(context, sharded, root, elsewhere=elsewhere, device=self.device, prefetch=self.prefetch)
+
+    def _make_sliced(
+        self,
+        context: StoreContext,
+        units: Sequence[PlacedUnit],
+        sliced: Sequence[SlicedChoice],
+        kind: UnitKind,
+        order: CollectiveOrder,
+    ) -> SlicedStore:
+        """The store of those weights that their operators gather in slices."""
+        modules = [module for unit in units for module in unit.modules]
+        return SlicedStore(context, sliced, modules, kind, device=self.device, order=order)
 
     def _kind(self, policies: ShardingPolicies, reduction: GradientReduction | None) -> UnitKind:
         """How FSDP2 keeps units with these policies, and what sums their shards between nodes (collective)."""

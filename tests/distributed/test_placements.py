@@ -27,6 +27,8 @@ UNITS = {
     "vit": ("", "vit.embeddings", *(f"vit.layers.{layer}" for layer in range(LAYERS))),
     "gpt2": ("", *(f"transformer.h.{layer}" for layer in range(LAYERS))),
 }
+#: Units without a weight of as many rows as there may be slices and ranks.
+WITHOUT_LARGE = {"vit": ("", "vit.embeddings"), "gpt2": ()}
 NODES = ((2, 2), (1, 2), (1, 1, 1, 1))
 ADAMW: tuple[tuple[tuple[str, bool], ...], ...] = ((), (("foreach", True),), (("fused", True),))
 
@@ -43,7 +45,9 @@ def random_settings(draw: Any) -> Setting:
     units = {}
     for name in UNITS[model]:
         recomputes = draw(st.booleans()) if name else False
-        units[name] = UnitPlacement(draw(st.sampled_from(stores_on(nodes))), recomputes)
+        store = draw(st.sampled_from(stores_on(nodes)))
+        slices = draw(st.sampled_from((1, 2, 3))) if store.takes_slices and name not in WITHOUT_LARGE[model] else 1
+        units[name] = UnitPlacement(store, recomputes, slices)
     steps = draw(st.sampled_from((1, 2)))
     sizes = tuple((draw(st.integers(1, 3)), steps) for _ in range(sum(nodes)))
     return Setting(
@@ -378,7 +382,7 @@ def refused(plan: Plan, model: str) -> str:
 REFUSED = [
     ("vit", {"vit.layer.0": UnitPlacement(UnitStore.WORLD)}, 'Did you mean "vit.layers.0"?'),
     ("tied", {"blocks.0": UnitPlacement(UnitStore.WORLD)}, "units with tied parameters in different placements"),
-    ("vit", {"vit.layers.0": UnitPlacement(UnitStore.WORLD, slices=2)}, "found a unit with 2 slices"),
+    ("vit", {"vit.embeddings": UnitPlacement(UnitStore.WORLD, slices=2)}, "without a weight that can be in slices"),
     ("vit", {"": UnitPlacement(checkpoint=True)}, "Name the units whose activations are to be recomputed"),
 ]
 

@@ -129,6 +129,7 @@ MIXED = {
             "": UnitPlacement(UnitStore.WORLD),
             "vit.embeddings": UnitPlacement(UnitStore.REPLICATE),
             "vit.layers.0": UnitPlacement(UnitStore.WORLD_TO_NODE, checkpoint=True),
+            "vit.layers.1": UnitPlacement(UnitStore.WORLD, slices=3),
         }
     )
 }

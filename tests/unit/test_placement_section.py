@@ -24,7 +24,7 @@ def test_what_is_left_out_has_the_default():
 
 def test_a_plan_with_a_placement_survives_its_file(tmp_path):
     placement = ModelPlacement(
-        {"": UnitPlacement(UnitStore.REPLICATE), "h.0": UnitPlacement(UnitStore.WORLD_TO_NODE, slices=4)},
+        {"": UnitPlacement(UnitStore.REPLICATE), "h.0": UnitPlacement(UnitStore.WORLD, slices=4)},
         memory_limit_bytes=(8 * 2**30, 16 * 2**30),
     )
     plan = Plan.from_batch_sizes([2, 1], strategy="osdp", placement=placement)
@@ -55,6 +55,10 @@ def test_the_placement_changes_the_digest_and_its_absence_does_not():
         ({"placement": {"units": {"h.0": {"stor": "world"}}}}, 'placement.units["h.0"].stor: found an unknown key'),
         ({"placement": {"units": {"h": {"slices": 0}}}}, "placement.units.h.slices: found 0"),
         ({"placement": {"units": {"h": {"slices": 2}}}}, 'placement.units.h.slices: found 2 slices with store "node"'),
+        (
+            {"placement": {"default": {"store": "world_kept", "slices": 2}}},
+            'placement.default.slices: found 2 slices with store "world_kept", expected 1',
+        ),
         ({"placement": {"default": {"checkpoint": 1}}}, "placement.default.checkpoint: found 1"),
         ({"placement": {"units": []}}, "placement.units: found an empty list"),
         ({"placement": {"memory_limit_bytes": [1, 2, 3]}}, "placement.memory_limit_bytes: found 3 limits, expected 2"),

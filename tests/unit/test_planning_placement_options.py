@@ -200,11 +200,20 @@ def test_slices_shrink_what_is_gathered_at_a_time() -> None:
     # As many bytes in four times as many messages.
     assert sliced.send[0] == nanoseconds(4 * (HOP + STEP) + 2 * P / BETWEEN + 2 * P / INSIDE)
     assert {own.placement.slices for own in problem.kinds[1].options} == {1}
-    assert not any(
-        own.placement.slices > 1
-        for own in problem.kinds[0].options
-        if not own.placement.store.strategy.is_world_sharded
+    assert {own.placement.store for own in problem.kinds[0].options if own.placement.slices > 1} == {UnitStore.WORLD}
+
+
+def test_slices_sum_gradients_in_every_micro_batch_and_keep_none() -> None:
+    once, often = (posed(EVEN, steps=steps, slices=(1, 2)) for steps in (1, 3))
+    assert option(often, UnitStore.WORLD, slices=2).memory == option(once, UnitStore.WORLD, slices=2).memory
+    between, inside = 2 * HOP + 2 * P / BETWEEN, 2 * STEP + 2 * P / INSIDE
+    forward, backward = between + inside, 2 * (between + inside)
+    # First and later forwards, then backwards before the last one and the last one.
+    assert option(often, UnitStore.WORLD, slices=2).send == tuple(
+        map(nanoseconds, (forward, forward, backward, backward))
     )
+    recomputed = option(once, UnitStore.WORLD, slices=2, checkpoint=True)
+    assert recomputed.send == (nanoseconds(forward), nanoseconds(forward + backward))
 
 
 def test_optimizer_steps_go_by_what_a_rank_keeps() -> None:

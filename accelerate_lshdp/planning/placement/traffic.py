@@ -11,6 +11,9 @@ With P bytes of a unit's parameters and G of its gradients, N nodes, L ranks on 
     world_to_node  (N-1)/N P, then inside     (L-1)/L P inside                     inside, then (N-1)/N G
     host           P/L from the host, inside  the same, G inside, G/L to the host  2(N-1)/N G between
 
+A `world` unit in slices sends the same in more messages, but sums in every backward: whole gradients that wait for the
+last one would need what slices save. If its activations are recomputed, it is gathered for that, too.
+
 What is said for forward and backward happens in those of every micro-batch. The root is used from the first operation
 to the last, so no store gathers it a second time in the backward. On uneven nodes the ranks of a larger one sum their
 shards with the right parts of what the smaller one has, so `node` sends 2(N-1)/N G there, too; `world` is then in one
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.collectives import collectives_of
 from accelerate_lshdp.documents.network import Exchange, LinkCost
-from accelerate_lshdp.documents.placement import UnitStore
+from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.planning.placement.inputs import PlacementCluster
 
 
@@ -84,18 +87,18 @@ class TrafficOf:
         self.world = collectives_of(UnitStore.WORLD.strategy.traits, cluster.nodes)
 
     def __call__(
-        self, store: UnitStore, gathered: float, reduced: float, copied: float, *, slices: int, is_root: bool
+        self, placement: UnitPlacement, gathered: float, reduced: float, copied: float, *, is_root: bool
     ) -> Traffic:
         """The traffic of a unit.
 
         Args:
-            store: of the unit.
+            placement: of the unit.
             gathered: bytes of its parameters in the precision of the forward.
             reduced: bytes of its gradients.
             copied: bytes of its parameters as the host keeps them.
-            slices: in which it is gathered and reduced, each in messages of its own.
             is_root: it is the root.
         """
+        store, slices = placement.store, placement.slices
         if store is UnitStore.REPLICATE:
             inside = self._inside(reduced)
             spread = Seconds(0.0, self._all_reduce_seconds(reduced)) if len(self.nodes) > 1 else NOTHING
@@ -115,14 +118,17 @@ class TrafficOf:
         reduce = self._exchange(self.world.reduce_scatter(reduced / slices, self.nodes), slices)
         if store is UnitStore.WORLD_KEPT:
             return Traffic(first_forward=gather, last_backward=reduce, overlaps=False)
-        again = Seconds(0.0, self._inside(gathered, slices)) if store is UnitStore.WORLD_TO_NODE else gather
+        if slices > 1:
+            recomputing = gather if placement.checkpoint else NOTHING
+            return Traffic(gather, NOTHING, gather + recomputing + reduce, overlaps=False)
+        again = Seconds(0.0, self._inside(gathered)) if store is UnitStore.WORLD_TO_NODE else gather
         return Traffic(gather, NOTHING, NOTHING if is_root else again, reduce, overlaps=False)
 
-    def _inside(self, payload: float, times: int = 1) -> float:
+    def _inside(self, payload: float) -> float:
         """Seconds of gathering or reducing inside the node where it takes longest."""
-        return times * max(
+        return max(
             (
-                self.cluster.inside.seconds((count - 1) / count * payload / times, count - 1)
+                self.cluster.inside.seconds((count - 1) / count * payload, count - 1)
                 for count in self.nodes
                 if count > 1 and payload
             ),
@@ -142,7 +148,7 @@ class TrafficOf:
         return self.cluster.link.seconds(2 * (count - 1) / count * payload, 2 * (count - 1))
 
     def _exchange(self, exchange: Exchange, times: int) -> Seconds:
-        """Seconds of an exchange of all ranks."""
+        """Seconds of an exchange of all ranks that is made several times."""
         between = exchange.seconds(self.cluster.link)
         if exchange.inside_bytes:
             return Seconds(times * between, times * self._ranks_seconds(exchange.inside_bytes))

@@ -4,7 +4,7 @@
 A unit that is computed is gathered whole, or slice by slice; the gathered copy of `world_kept` stays from the forward
 to the backward, and of `world_to_node` the node's shards do. The root is gathered, and its gradient not reduced, from
 the first operation to the last, so both are counted throughout. Where a step has several micro-batches, world-sharded
-units keep their whole gradients between them.
+units that are not in slices keep their whole gradients between them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class UnitCosts:
         stores: that may be used. None: all that differ on the cluster.
         checkpoint: whether units may keep their activations (False), recompute them (True), or either. The root never
             recomputes.
-        slices: numbers of slices that units of world-sharded stores may be gathered in.
+        slices: numbers of slices that units of store `world` may be gathered in.
     """
 
     def __init__(
@@ -107,18 +107,17 @@ class UnitCosts:
         return [
             UnitPlacement(store=store, checkpoint=checkpoint, slices=slices)
             for store, checkpoint, slices in product(stores, self._checkpoint, self._slices)
-            if slices == 1 or store.strategy.is_world_sharded
+            if slices == 1 or store.takes_slices
         ]
 
     def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
         each, store, slices = self.model.state_bytes, placement.store, placement.slices
         gathered, unreduced = unit.parameters * each.gathered, unit.trainable * each.unreduced
         traffic = self._traffic(
-            store,
+            placement,
             gathered,
             unit.trainable * each.gradient,
             unit.parameters * each.parameter,
-            slices=slices,
             is_root=is_root,
         )
         send, work = self._phase_seconds(traffic, accumulates)
@@ -134,7 +133,7 @@ class UnitCosts:
             else:
                 needed += gathered if store is UnitStore.WORLD_KEPT else 0.0
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
-                needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
+                needed += unreduced if accumulates and store.strategy.is_world_sharded and slices == 1 else 0.0
             kept[size] = needed
         return UnitCost(
             placement,

@@ -71,6 +71,15 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                 )
 
 
+def refuse_gradients_of_gradients() -> None:
+    """Raises RuntimeError if the backward that is under way makes a graph itself; called in the middle of it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "found gradients of gradients (create_graph=True) of a sharded model: its whole parameters exist for "
+            f"one forward and one backward only. {_INSTEAD}"
+        )
+
+
 def refuse_double_backward(root: FSDPModule) -> None:
     """Lets gradients of gradients (``create_graph=True``) fail with a message: FSDP2 has freed what they need."""
     for module in root.modules():
@@ -84,11 +93,7 @@ def _refuse_in(group: Any) -> None:
     begin = group.pre_backward
 
     def pre_backward(*arguments: Any) -> None:
-        if torch.is_grad_enabled():  # in a backward: whether it makes a graph itself
-            raise RuntimeError(
-                "found gradients of gradients (create_graph=True) of a sharded model: its whole parameters exist for "
-                f"one forward and one backward only. {_INSTEAD}"
-            )
+        refuse_gradients_of_gradients()
         begin(*arguments)
 
     group.pre_backward = pre_backward
