@@ -111,7 +111,7 @@ def _pace_line(result: PlacementResult) -> str:
     for phase, computed, sent in phase_seconds(result):
         computes, sends = f"{computed:.2g} s of computing", f"{sent:.2g} s of sending"
         longer, shorter = (computes, sends) if computed >= sent else (sends, computes)
-        parts.append(f"{phase}: {longer}, which hide {shorter}")
+        parts.append(f"{phase}: {longer}" + (f", which hide {shorter}" if min(computed, sent) > 0 else ""))
     return "; ".join(parts)
 
 

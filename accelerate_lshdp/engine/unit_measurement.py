@@ -59,7 +59,7 @@ def measure_units(
     """Measures all units of a model in forwards of two batches.
 
     Args:
-        model: in training mode, of fake tensors if it is not to get gradients.
+        model: in training mode, without gradients; it has none afterwards.
         batches: two; the second one has the same kind of samples, but more of them.
         samples: their numbers of samples.
         loss_of: makes a forward and returns what a backward begins with.
@@ -214,6 +214,7 @@ def count_flops(
         with _Computing(on_change=count).watching(choose_units(model, block_names)):
             loss = loss_of(model, batch)
         loss.backward()
+    model.zero_grad()
     return by_unit, counter.get_total_flops()
 
 
