@@ -175,6 +175,7 @@ def _document(
                 "device_bytes": list(estimate.device_bytes),
                 "host_bytes": list(estimate.host_bytes),
                 "prediction": estimate.prediction and asdict(estimate.prediction),
+                "placement": estimate.placement and estimate.placement.placement.to_dict(),
             }
             for estimate in estimates
         ],

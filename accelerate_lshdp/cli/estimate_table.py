@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate_lshdp.cli.byte_sizes import format_bytes, format_speed
+from accelerate_lshdp.cli.placement_text import describe_placement
 from accelerate_lshdp.estimation.advice import Advice
 from accelerate_lshdp.estimation.estimates import Estimate
 from accelerate_lshdp.estimation.hardware import Hardware
@@ -65,6 +66,7 @@ def print_estimates(
         before = estimate.strategy
     console.print(table)
     _print_advice(console, advice)
+    _print_placements(console, estimates)
     speeds = "measured" if is_measured else "estimated from data sheets; --profile takes measured ones"
     console.print(
         "a device, a host: of the node that needs most, activations and the process included; node sends: to other"
@@ -107,6 +109,14 @@ def _print_advice(console, advice: Advice) -> None:  # noqa: ANN001 - rich is im
         console.print(f"{label}: {_describe(advice.lossy)}", style="bold", highlight=False)
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False)
+
+
+def _print_placements(console, estimates: Sequence[Estimate]) -> None:  # noqa: ANN001 - as above
+    for estimate in estimates:
+        if estimate.placement is not None:
+            console.print(f"{estimate.strategy}: where each block goes", highlight=False)
+            for line in describe_placement(estimate.placement):
+                console.print(f"- {line}", highlight=False)
 
 
 def _describe(estimate: Estimate) -> str:

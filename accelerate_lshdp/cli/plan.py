@@ -10,6 +10,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from accelerate_lshdp.cli.busy import busy_hint
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import Layout, add_layout_arguments, make_layout, render_node
+from accelerate_lshdp.cli.plan_placement import add_placement_arguments, check_placement_arguments
 from accelerate_lshdp.documents.plan import Plan, Strategy
 
 
@@ -35,6 +37,7 @@ examples:
   accelerate-lshdp plan lshdp_profile.json --total 256               the fastest cut of 256 samples
   accelerate-lshdp plan lshdp_profile.json --max-throughput          the total that trains most samples a second
   accelerate-lshdp plan lshdp_profile.json --total 256 --set rank.3.max=16 --set rank.0.memory=6GB
+  accelerate-lshdp plan lshdp_profile.json --total 256 --placement auto --memory-limit 6GB
   accelerate-lshdp plan --verify lshdp_plan.json                     checks the proof that a plan carries
 """
 
@@ -80,6 +83,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="rank.N.max=M",
         help="let rank N have micro-batches of at most M samples, or rank.N.memory=8GB of memory; may be repeated",
     )
+    add_placement_arguments(parser)
     parser.add_argument(
         "--output", type=Path, default=DEFAULT_OUTPUT, metavar="FILE", help=f"the plan (default: {DEFAULT_OUTPUT})"
     )
@@ -114,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
+    check_placement_arguments(arguments)
     # Without accumulation planning is linear in the ranks' curves, so no total is too large.
     for flag, value, most in (
         ("--total", None if arguments.no_accumulation else arguments.total, _LARGEST_TOTAL),
@@ -121,35 +126,63 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         if value is not None and value > most:
             raise ValueError(f"found {flag} {value}, expected at most {most}, which can be planned with accumulation")
-    from accelerate_lshdp.cli.plan_table import print_plan
     from accelerate_lshdp.planning.proofs.plan import verify_plan
 
     # Cheap checks of paths and flags before the planning, which may take seconds.
     picture = _picture_path(arguments)
     profile = _profile(arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
-    sizes, planned, equal = _choose(profile, arguments)
-    plan = _make_plan(profile, sizes, planned)
+    plan, draw, show = (_plan_sizes if arguments.placement is None else _plan_placement)(profile, arguments)
     verify_plan(plan)  # by code that shares nothing with the planner: a wrong plan is never written
 
     plan.save(arguments.output)
     written = [arguments.output]
     if picture is not None:
-        from accelerate_lshdp.cli.plan_picture import draw_picture
-
-        draw_picture(profile, planned, equal, picture)
+        draw(picture)
         written.append(picture)
     if layout is not None:
         written += _write_yamls(layout, arguments.yaml_dir or arguments.output.parent, arguments.force)
-    print_plan(profile, planned, equal)
+    show()
     print(_fitting_script(plan))
     print(f"wrote {', '.join(map(str, written))}")
     if (hint := busy_hint(profile)) is not None:
         print(hint)
-    if (hint := profile.time_hint(sizes.micro_batches)) is not None:
+    if (hint := profile.time_hint(plan.micro_batches)) is not None:
         print(f"{hint} (accelerate-lshdp profile --seconds)")
     print(f"next: {_launch_command(profile, arguments)}")
     return 0
+
+
+def _plan_sizes(
+    profile: Profile, arguments: argparse.Namespace
+) -> tuple[Plan, Callable[[Path], None], Callable[[], None]]:
+    """A plan of batch sizes, what draws its picture, and what prints it."""
+    from accelerate_lshdp.cli.plan_table import print_plan
+
+    sizes, planned, equal = _choose(profile, arguments)
+
+    def draw(path: Path) -> None:
+        from accelerate_lshdp.cli.plan_picture import draw_picture
+
+        draw_picture(profile, planned, equal, path)
+
+    return _make_plan(profile, sizes, planned), draw, lambda: print_plan(profile, planned, equal)
+
+
+def _plan_placement(
+    profile: Profile, arguments: argparse.Namespace
+) -> tuple[Plan, Callable[[Path], None], Callable[[], None]]:
+    """The same for batch sizes together with the place of every block."""
+    from accelerate_lshdp.cli.plan_placement import place_blocks, print_placement
+
+    plan, result = place_blocks(profile, arguments)
+
+    def draw(path: Path) -> None:
+        from accelerate_lshdp.cli.placement_picture import draw_placement
+
+        draw_placement(profile, result, path)
+
+    return plan, draw, lambda: print_placement(profile, result)
 
 
 def _fitting_script(plan: Plan) -> str:
@@ -204,7 +237,8 @@ def _profile(arguments: argparse.Namespace) -> Profile:
     # Overrides may be given in one --set with commas or in several.
     for text in ",".join(arguments.set).split(",") if arguments.set else []:
         profile = _override(profile, text.strip())
-    if arguments.strategy not in (None, str(profile.strategy)):
+    # A placement is planned from what all strategies have in common.
+    if arguments.placement is None and arguments.strategy not in (None, str(profile.strategy)):
         _print_note(
             f"memory and communication were measured for {profile.strategy}, not for {arguments.strategy}; to have"
             f" them right: accelerate-lshdp profile --strategy {arguments.strategy}"
@@ -320,7 +354,12 @@ def _verify(arguments: argparse.Namespace) -> int:
         verify_plan(plan)
     except CertificateError as error:
         raise CertificateError(f"{arguments.verify}: {error}") from error
-    print(f"{arguments.verify}: the certificate holds: for the curves in it, no plan of its kind is better.")
+    if plan.certificate["kind"] == "placement":
+        gap = 1 - plan.certificate["bound_nanoseconds"] / plan.certificate["step_nanoseconds"]
+        holds = f"for its batch sizes, no placement within the limits is more than {gap:.2%} faster"
+    else:
+        holds = "for the curves in it, no plan of its kind is better"
+    print(f"{arguments.verify}: the certificate holds: {holds}.")
     return 0
 
 

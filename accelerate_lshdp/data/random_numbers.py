@@ -62,6 +62,22 @@ class RandomSequence:
         torch.default_generator.set_state(state[2])
 
 
+@contextmanager
+def kept_random_numbers(device: torch.device) -> Iterator[None]:
+    """Afterwards all generators of random numbers are as if nothing inside had drawn from them."""
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_forked(device)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+
+
+def _forked(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # without devices the host's generator alone is kept
+
+
 class SeededIndices(NamedTuple):
     """The indices of a micro-batch, for `SeededDataset`."""
 

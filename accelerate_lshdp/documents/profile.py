@@ -36,6 +36,7 @@ from accelerate_lshdp.documents.records import (
 )
 from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.documents.strict_reading import parse_json, require_json
+from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.value_checks import PlanError, describe, require_name
 
 
@@ -67,6 +68,7 @@ class Profile(Record):
         network: measured message times; None for a single rank.
         measured_seconds: seconds that the profiling run took.
         versions: version of each library that was measured, by its name.
+        units: the sizes of the model's units, which placements are planned from; None: not measured.
 
     Raises:
         ProfileError: an impossible or contradicting value; it says where.
@@ -82,6 +84,7 @@ class Profile(Record):
     network: Network | None = entry(optional(record(Network)))
     measured_seconds: float = entry(number())
     versions: dict[str, str] = entry(Value(_accept_versions, write=dict))
+    units: ModelUnits | None = entry(optional(record(ModelUnits)), default=None, omit=True)
 
     def __post_init__(self) -> None:
         with _profile_errors():

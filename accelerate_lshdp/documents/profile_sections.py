@@ -94,6 +94,7 @@ class MeasuredRank(Record):
         communication_load_seconds: seconds that sending gradients adds to this rank's forward and backward in a step.
         accumulation_overhead_seconds: seconds that a micro-batch takes longer if it adds its gradients to those of
             another one.
+        process_bytes: bytes that the rank needs beside the model, its states and activations; None: not measured.
 
     Raises:
         PlanError: an impossible value; it says which.
@@ -110,8 +111,9 @@ class MeasuredRank(Record):
     memory_limit_bytes: int | None = entry(optional(integer(least=1, most=LARGEST_COUNT)))
     bucket_ready: tuple[TimeCurve, ...] = entry(several(_curve(TimeCurve, "seconds")))
     communication_load_seconds: float = entry(number(), default=0.0)
-    # Profiles of earlier versions do not have it.
+    # Profiles of earlier versions have neither of them.
     accumulation_overhead_seconds: float = entry(number(), default=0.0)
+    process_bytes: int | None = entry(optional(integer(most=LARGEST_COUNT)), default=None, omit=True)
 
     def _check_together(self) -> None:
         if len(self.spread) != len(self.time.batch_sizes):
@@ -220,21 +222,31 @@ class MessageTimes(Record):
 
 @dataclass(frozen=True, slots=True)
 class Network(Record):
-    """Measured message times: `ping_pong` one way between two nodes, `all_reduce` over all ranks."""
+    """Measured message times.
+
+    Args:
+        ping_pong: one way between two nodes.
+        all_reduce: over all ranks.
+        inside: an all-reduce of the ranks of each node, on all nodes at once; None: no node has several, or it was not
+            measured.
+    """
 
     ping_pong: MessageTimes = entry(record(MessageTimes))
     all_reduce: MessageTimes = entry(record(MessageTimes))
+    inside: MessageTimes | None = entry(optional(record(MessageTimes)), default=None, omit=True)
 
     @classmethod
     def read(cls, document: object) -> Network:
         """The `network` section of a profile file, which has the parts of `ping_pong` beside `all_reduce`."""
         line = ("latency_seconds", "seconds_per_byte")
-        section = require_object(document, required=(*line, "ping_pong", "all_reduce"))
+        section = require_object(document, required=(*line, "ping_pong", "all_reduce"), optional=("inside",))
         all_reduce = record(MessageTimes).from_document(section["all_reduce"], "all_reduce")
-        return cls(MessageTimes(*(section[key] for key in line), section["ping_pong"]), all_reduce)
+        inside = optional(record(MessageTimes)).from_document(section.get("inside"), "inside")
+        return cls(MessageTimes(*(section[key] for key in line), section["ping_pong"]), all_reduce, inside)
 
     def to_dict(self) -> dict[str, Any]:
         """The network as JSON values."""
         line = self.ping_pong.to_dict()
         points = line.pop("points")
-        return {**line, "ping_pong": points, "all_reduce": self.all_reduce.to_dict()}
+        inside = {} if self.inside is None else {"inside": self.inside.to_dict()}
+        return {**line, "ping_pong": points, "all_reduce": self.all_reduce.to_dict(), **inside}

@@ -58,12 +58,13 @@ class StrategyTraits:
         return self.shared_by is not SharedBy.WORLD and not (self.is_plain and self.shared_by is SharedBy.NODE)
 
     @property
-    def complexity(self) -> tuple[int, bool, int]:
+    def complexity(self) -> tuple[bool, int, bool, int]:
         """Sorts strategies from simple to complex: of several that are as fast, the simplest is advised."""
         # A node's copy belongs in host memory, which every node has most of; a copy of all ranks does not.
         unusual = self.is_offloaded is not (self.shared_by is SharedBy.NODE)
         gathers = -list(Gathered).index(self.gathered)
-        return list(SharedBy).index(self.shared_by), unusual and self.shared_by is not SharedBy.NOBODY, gathers
+        unusual = unusual and self.shared_by is not SharedBy.NOBODY
+        return self.is_per_unit, list(SharedBy).index(self.shared_by), unusual, gathers
 
 
 class Strategy(str, Enum):

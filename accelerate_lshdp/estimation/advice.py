@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.documents.strategy import strategy_traits
 from accelerate_lshdp.estimation.estimates import Estimate
 from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
+from accelerate_lshdp.planning.placement.options import uniform_counts
 
 
 _EXACT = "fp32"
@@ -40,7 +43,8 @@ def advise(model: MeasuredModel, hardware: Hardware, estimates: Sequence[Estimat
         hardware: the nodes and their link.
         estimates: of all strategies and formats; plain `ddp` must be among them.
     """
-    fitting = [estimate for estimate in estimates if estimate.prediction is not None]
+    predicted = [estimate for estimate in estimates if estimate.prediction is not None]
+    fitting = [estimate for estimate in predicted if _is_worth_it(estimate)] or predicted
     exact = _fastest([estimate for estimate in fitting if estimate.communication_dtype == _EXACT])
     lossy = _fastest(fitting)
     # Rounded gradients cost accuracy: they are worth a word only where they save time for certain.
@@ -55,6 +59,20 @@ def advise(model: MeasuredModel, hardware: Hardware, estimates: Sequence[Estimat
     else:
         reasons.append("The global batch cannot be cut: " + next(e.problem for e in estimates if e.fits) + ".")
     return Advice(exact, lossy, tuple(reasons))
+
+
+def _is_worth_it(estimate: Estimate) -> bool:
+    """Whether units that differ save more than the error of predictions over units that are kept alike.
+
+    By their own seconds: those of other strategies come from another model of the step.
+    """
+    if estimate.placement is None:
+        return True
+    problem = estimate.placement.problem
+    # No other strategy recomputes activations, or drops what other nodes have after the forward.
+    others = [uniform_counts(problem, store, False) for store in UnitStore if not store.reshards_to_node]
+    alike = [problem.nanoseconds(counts) for counts in others if counts is not None and problem.fits(counts)]
+    return estimate.placement.predicted.step_seconds * 1e9 < (1 - _ALIKE) * min(alike, default=math.inf)
 
 
 def _seconds(estimate: Estimate) -> float:

@@ -14,15 +14,21 @@ from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.estimation.hardware import Hardware, NodeHardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
+from accelerate_lshdp.estimation.placement_estimate import host_state_bytes, placement_cluster, predicted_step
 from accelerate_lshdp.planning import PlanningError, RankProfile, TimeCurve, plan_fixed_total
 from accelerate_lshdp.planning.cost.cluster_model import ClusterModel, CommunicationCost, ModelSize
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, RankMemory, rank_memory
 from accelerate_lshdp.planning.cost.step_prediction import StepPrediction
 from accelerate_lshdp.planning.cost.strategy_time import predict_step
+from accelerate_lshdp.planning.placement.inputs import ModelSizes
+from accelerate_lshdp.planning.placement.result import PlacementResult
+from accelerate_lshdp.planning.placement.totals import plan_trainable
 
 
-#: A strategy whose units differ needs a placement; without one it is what its default is.
+#: Of those whose units are all kept alike; the others are planned unit by unit (`PLANNED`).
 STRATEGIES = tuple(name for name, traits in ALL_STRATEGIES.items() if not (traits.is_plain or traits.is_per_unit))
+#: The strategy of which each unit has its own placement, and the format of its gradients that is estimated.
+PLANNED, _PLANNED_FORMAT = "osdp", "fp32"
 FORMATS = tuple(WIRE_FORMATS)
 #: CPU seconds of gloo on one core: for a byte that is sent, received and added; for a collective. Chosen so that
 #: predictions agree with steps of an emulated cluster, not measured by themselves; `profiling.communication_cost`
@@ -41,15 +47,17 @@ class Estimate:
     """The estimate of one strategy with one format of gradients.
 
     Args:
-        strategy: one of `STRATEGIES`.
+        strategy: one of `STRATEGIES`, or `PLANNED`.
         communication_dtype: one of `FORMATS`.
         micro_batches: (size, accumulation steps) of each rank; empty without a prediction.
-        memory: memory of a rank of each node with its micro-batch; with one sample where there is no prediction.
+        memory: memory of a rank of each node with its micro-batch; with one sample where there is no prediction. Empty
+            where units differ.
         device_bytes: bytes on one device of each node, the process included; None: its ranks compute in host memory.
         host_bytes: bytes in the host memory of each node.
         prediction: the predicted step; None if it does not fit, or the global batch cannot be cut.
         problem: the reason why there is no prediction, or None.
         fits: whether memory suffices for one sample a rank.
+        placement: where each unit goes, with its certificate; None: all as the strategy says.
     """
 
     strategy: str
@@ -61,6 +69,7 @@ class Estimate:
     prediction: StepPrediction | None
     problem: str | None
     fits: bool
+    placement: PlacementResult | None = None
 
     @property
     def label(self) -> str:
@@ -106,11 +115,15 @@ def estimate_all(
         raise ValueError(f"found a global batch of {total_batch_size}, expected at least {world}, one sample a rank")
     if profiles is not None and len(profiles) != world:
         raise ValueError(f"found a profile of {len(profiles)} ranks, expected {world}, as many as the cluster has")
-    return [
+    estimates = [
         _Estimator(model, hardware, total_batch_size, mixed_precision, profiles, strategy, name).estimate()
         for strategy in STRATEGIES
         for name in formats_of(strategy, formats)
     ]
+    if _PLANNED_FORMAT in formats:
+        estimator = _Estimator(model, hardware, total_batch_size, mixed_precision, profiles, PLANNED, _PLANNED_FORMAT)
+        estimates.append(estimator.estimate_placement())
+    return estimates
 
 
 def powersgd_bytes(matrices: Sequence[tuple[int, int]], rank: int = POWERSGD_RANK) -> float:
@@ -169,6 +182,36 @@ class _Estimator:
             for first, count in zip(first_ranks, self.hardware.node_sizes, strict=True)
         ]
         return self._result(samples, tuple(micro_batches), prediction, None, fits=True)
+
+    def estimate_placement(self) -> Estimate:
+        """The estimate of the best placement of each unit; see `placement_estimate`."""
+        hardware, model = self.hardware, ModelSizes.of(self.model.units)
+        cluster = placement_cluster(
+            hardware,
+            tuple(self._rank_profiles([self.total] * len(hardware.nodes))),
+            model.trainable,
+            usable=_USABLE,
+            process_bytes=PROCESS_DEVICE_BYTES,
+            process_host_bytes=PROCESS_HOST_BYTES,
+            one_core=CommunicationCost(_SOCKET_SECONDS_PER_BYTE, _COLLECTIVE_SECONDS),
+            device_link=_PCI_EXPRESS,
+        )
+        try:
+            result = plan_trainable(model, cluster, total_batch_size=self.total)
+        except PlanningError as error:
+            nothing: tuple[float, ...] = (0.0,) * len(hardware.nodes)
+            devices = tuple(None if node.device is None else 0.0 for node in hardware.nodes)
+            return Estimate(PLANNED, self.dtype, (), (), devices, nothing, None, str(error), fits=False)
+        states, devices, hosts, first = host_state_bytes(result, model), [], [], 0
+        for node in hardware.nodes:
+            needs = result.predicted.memory_bytes[first : first + node.ranks]
+            first += node.ranks
+            devices.append(None if node.device is None else float(max(needs)))
+            hosts.append(float(sum(needs)) if node.device is None else states + node.ranks * PROCESS_HOST_BYTES)
+        step = predicted_step(result, model, cluster)
+        return Estimate(
+            PLANNED, self.dtype, result.micro_batches, (), tuple(devices), tuple(hosts), step, None, True, result
+        )
 
     # Memory
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from accelerate_lshdp.engine.units import choose_units
+from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.engine.unit_measurement import measure_units
 from accelerate_lshdp.estimation.model_sources import model_class_of
 from accelerate_lshdp.planning.cost.memory import ModelCounts
 
@@ -33,37 +33,39 @@ class MeasuredModel:
 
     Args:
         name: its class, and the kind of one sample.
-        counts: numbers of its parameters.
+        units: the sizes of its units.
         matrices: (rows, columns) of each trainable parameter; vectors have one column.
-        activation_bytes: bytes that are kept for the backward of one sample.
-        transient_bytes: bytes of the largest of these tensors for one sample; its gradient exists beside it for a
-            moment.
         flops: operations of forward and backward of one sample; a multiplication and an addition are two.
     """
 
     name: str
-    counts: ModelCounts
+    units: ModelUnits
     matrices: tuple[tuple[int, int], ...]
-    activation_bytes: float
-    transient_bytes: float
     flops: float
+
+    @property
+    def counts(self) -> ModelCounts:
+        """Numbers of its parameters."""
+        everything = (*self.units.units, self.units.root)
+        return ModelCounts(
+            sum(unit.parameters for unit in everything),
+            sum(unit.trainable for unit in everything),
+            tuple(unit.parameters for unit in self.units.units),
+        )
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes that are kept for the backward of one sample."""
+        return self.units.activation_bytes
+
+    @property
+    def transient_bytes(self) -> float:
+        """Bytes of the largest of these tensors for one sample; its gradient exists beside it for a moment."""
+        return self.units.working_bytes
 
     def activations(self, samples: int) -> float:
         """Bytes of activations of a micro-batch of `samples` samples, with the largest gradient of an activation."""
         return samples * (self.activation_bytes + self.transient_bytes)
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a forward keeps for the backward, without parameters, buffers and inputs.
-
-    Args:
-        total: bytes of all kept tensors.
-        largest: bytes of the largest one.
-    """
-
-    total: int
-    largest: int
 
 
 def measure_config(
@@ -85,22 +87,17 @@ def measure_config(
             model = _build(kind, config, _DTYPES[mixed_precision])
         except Exception as error:
             raise ValueError(f"{kind.__name__} cannot be built from this configuration: {error}") from error
-        counts, matrices = _count(model)
         inputs = [_inputs(config, model, samples, sequence_length, _DTYPES[mixed_precision]) for samples in (1, 2)]
         try:
-            one, two = (saved_bytes(model, values) for values in inputs)
-            flops = _count_flops(model, inputs[0])
+            units, flops = measure_units(model, inputs, (1, 2), output_loss, mixed_precision=mixed_precision)
         except Exception as error:
             raise ValueError(f"{kind.__name__} cannot be run on fake tensors: {error}") from error
-    return MeasuredModel(
-        f"{kind.__name__}, {_describe(inputs[0])}",
-        counts,
-        matrices,
-        # The difference of two samples and one; the constant part (position indices, masks) is negligible beside it.
-        float(max(two.total - one.total, 0)),
-        float(max(two.largest - one.largest, 0)),
-        float(flops),
-    )
+    return MeasuredModel(f"{kind.__name__}, {_describe(inputs[0])}", units, _matrices(model), flops)
+
+
+def output_loss(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """The loss that a transformers model computes of inputs with labels."""
+    return model(**inputs).loss
 
 
 def _build(kind: type[nn.Module], config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
@@ -118,60 +115,9 @@ def _build(kind: type[nn.Module], config: PretrainedConfig, dtype: torch.dtype) 
     return model.train()
 
 
-def _count(model: nn.Module) -> tuple[ModelCounts, tuple[tuple[int, int], ...]]:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    units = [
-        sum({id(p): p.numel() for module in unit for p in module.parameters()}.values())
-        for unit in choose_units(model)
-    ]
-    counts = ModelCounts(
-        sum(parameter.numel() for parameter in model.parameters()),
-        sum(parameter.numel() for parameter in trainable),
-        tuple(units),
-    )
-    shapes = [parameter.shape for parameter in trainable]
-    return counts, tuple((shape[0], shape[1:].numel()) if shape else (1, 1) for shape in shapes)
-
-
-def saved_bytes(model: nn.Module, inputs: dict[str, Any]) -> SavedBytes:
-    """The bytes that autograd keeps between forward and backward, each storage counted once."""
-    known = [*model.parameters(), *model.buffers(), *(v for v in inputs.values() if isinstance(v, torch.Tensor))]
-    known_storages = {tensor.untyped_storage()._cdata for tensor in known}
-    kept: dict[int, torch.Tensor] = {}  # tensors stay alive, so that no storage takes the place of another
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in known_storages:
-            kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(**inputs).loss
-    sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
-    del loss
-    return SavedBytes(sum(sizes), max(sizes, default=0))
-
-
-def _count_flops(model: nn.Module, inputs: dict[str, Any]) -> int:
-    aten = torch.ops.aten
-    # torch has formulas for the attention kernels of GPUs only.
-    attention_on_cpus = {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=attention_on_cpus)
-    with counter:
-        model(**inputs).loss.backward()
-    return counter.get_total_flops()
-
-
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _attention_backward_flops(
-    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any
-) -> int:
-    return sdpa_backward_flop_count(gradient, query, key, value)
+def _matrices(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
+    return tuple((shape[0], shape[1:].numel()) if shape else (1, 1) for shape in shapes)
 
 
 def _inputs(

@@ -106,6 +106,14 @@ def meter_of(device: torch.device) -> MemoryMeter | None:
     return meter
 
 
+def process_bytes(meter: MemoryMeter, model: torch.nn.Module, device: torch.device) -> int:
+    """Bytes that this process has in use beside a model in host memory, which is not placed yet."""
+    meter.restart()
+    # On CPUs the model is a part of the process.
+    tensors = [*model.parameters(), *model.buffers()] if device.type == "cpu" else []
+    return max(0, meter.peak() - sum(tensor.nbytes for tensor in tensors))
+
+
 def free_in_control_group(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self")) -> int | None:
     """Free bytes of this process's control group; None: it has no limit.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.documents.profile_sections import MessageTimes, Network
 from accelerate_lshdp.profiling.line_fit import fit_line
+from accelerate_lshdp.runtime.groups import temporary_group
 from accelerate_lshdp.runtime.topology import Topology
 
 
@@ -66,10 +67,16 @@ def measure_network(
     """
     partner = topology.node_groups[1][0] if topology.num_nodes > 1 else 1
     sweep = _Sweep(topology.rank, device, clock, on_progress)
+    sizes = all_reduce_sizes(max(bucket_bytes, default=0))
     ping_pong = sweep.run(lambda buffer: _ping_pong(buffer, topology.rank, partner), PING_PONG_SIZES, 0.2 * seconds)
-    all_reduce = sweep.run(dist.all_reduce, all_reduce_sizes(max(bucket_bytes, default=0)), 0.8 * seconds)
+    all_reduce = sweep.run(dist.all_reduce, sizes, 0.6 * seconds)
+    inside = None
+    if max(topology.node_sizes) > 1:
+        with temporary_group(topology.node_groups) as group:
+            measured = sweep.run(lambda buffer: dist.all_reduce(buffer, group=group), sizes, 0.2 * seconds)
+        inside = fit_message_times(measured)
     one_way = [(size, both_ways / 2) for size, both_ways in ping_pong]
-    return Network(fit_message_times(one_way), fit_message_times(all_reduce))
+    return Network(fit_message_times(one_way), fit_message_times(all_reduce), inside)
 
 
 def _ping_pong(buffer: torch.Tensor, rank: int, partner: int) -> None:

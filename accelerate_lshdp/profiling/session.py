@@ -17,9 +17,10 @@ from accelerate_lshdp.documents.cluster import Cluster, Node
 from accelerate_lshdp.documents.curves import TimeCurve
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank, Network, ProfiledScript
+from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.planning import PlanningError, plan_fixed_total
-from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of
+from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of, process_bytes
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.noise import seconds_without_noise
 from accelerate_lshdp.profiling.options import ProfilingOptions
@@ -30,6 +31,7 @@ from accelerate_lshdp.profiling.rehearsal import LEAST_STEPS, Rehearsal, ShardRe
 from accelerate_lshdp.profiling.rehearsed_rank import RehearsedRank
 from accelerate_lshdp.profiling.single_rank import SingleRankTrainer
 from accelerate_lshdp.profiling.subject import Samples, Subject
+from accelerate_lshdp.profiling.unit_sizes import units_of
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.cpu_cores import cpu_quota
 from accelerate_lshdp.runtime.topology import Topology
@@ -104,13 +106,19 @@ class _Run:
         self._began = clock()
         self._phase_name, self._phase_began, self._phase_ends = "", 0.0, 0.0
         self._meter = meter(accelerator.device)
+        self._process_bytes: int | None = None
 
     def profile(self) -> Profile:
         """Goes through all phases (collective)."""
         # The sender's process groups need all ranks, so they are made before a phase in which one may fail.
         recorder = self._make_recorder()
         self._sender = self._make_sender()
+        self._samples = self._run_phase(
+            "building the model", _CURVES_END, lambda: Samples(self._subject.train_dataloader)
+        )
         script = self._run_phase("building the model", _CURVES_END, self._describe)
+        units = self._run_phase("building the model", _CURVES_END, self._measure_units)
+        units = self._gather(units)[0]
         trainer = self._run_phase("building the model", _CURVES_END, lambda: self._make_trainer(recorder))
         session = self._run_phase("building the model", _CURVES_END, lambda: self._build(trainer, recorder))
         # A phase ends on all ranks at once, so all begin to measure at the same time.
@@ -131,6 +139,7 @@ class _Run:
             network=network,
             measured_seconds=self._spent(),
             versions={"torch": torch.__version__},
+            units=units,
         )
         profile = self._run_phase("rehearsing steps of all ranks", 1.0, lambda: self._rehearse(session, profile))
         profile = replace(profile, measured_seconds=max(self._gather(self._spent())))
@@ -195,8 +204,15 @@ class _Run:
         if not trained:
             raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")
         gradient_bytes = sum(parameter.numel() * parameter.dtype.itemsize for parameter in trained)
+        if self._meter is not None:
+            self._process_bytes = process_bytes(self._meter, self._subject.model, self._accelerator.device)
         # The worker of the command adds the script, which this run does not know.
         return ProfiledScript(None, (), sum(parameter.numel() for parameter in parameters), gradient_bytes)
+
+    def _measure_units(self) -> ModelUnits | None:
+        if self._accelerator.process_index:
+            return None  # one rank is enough: all have the same model
+        return units_of(self._subject, self._samples, self._accelerator, self._options.units)
 
     def _make_trainer(self, recorder: RecordingReduction | None) -> SingleRankTrainer:
         return SingleRankTrainer(
@@ -218,7 +234,7 @@ class _Run:
             on_measurement=self._report_progress,
             clock=self._clock,
         )
-        session = RankSession(trainer, Samples(self._subject.train_dataloader), self._meter, recorder, context)
+        session = RankSession(trainer, self._samples, self._meter, recorder, context)
         session.warm_up()
         return session
 
@@ -256,6 +272,7 @@ class _Run:
             memory_limit_bytes=limit,
             bucket_ready=tuple(ready),
             accumulation_overhead_seconds=accumulation_overhead_seconds,
+            process_bytes=self._process_bytes,
         )
         return rank, bucket_bytes
 

@@ -82,6 +82,12 @@ class Samples:
             raise ValueError(f"found {len(self._read)} samples in the data set, expected {size}")
         return self._collate(self._read[:size])
 
+    def repeated(self, size: int, times: int) -> Any:
+        """The first ``size`` samples, each ``times`` times, collated: as long, if padded, as without repeating."""
+        if self.available(size) < size:
+            raise ValueError(f"found {len(self._read)} samples in the data set, expected {size}")
+        return self._collate(self._read[:size] * times)
+
 
 def _in_order(dataset: Any) -> Iterator[Any]:
     if isinstance(dataset, IterableDataset):

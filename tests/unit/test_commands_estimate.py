@@ -4,22 +4,37 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from transformers import ViTConfig
 
 from accelerate_lshdp.cli.main import main
+from accelerate_lshdp.cli.placement_text import describe_placement, name_blocks
 from accelerate_lshdp.documents.cluster_file import read_cluster
+from accelerate_lshdp.documents.network import LinkCost
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 from accelerate_lshdp.documents.strategy import SharedBy, strategy_traits
+from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.estimation.advice import advise
 from accelerate_lshdp.estimation.devices import CORE_FLOPS, DEVICES, find_device
 from accelerate_lshdp.estimation.estimates import FORMATS, STRATEGIES, Estimate, estimate_all, powersgd_bytes
 from accelerate_lshdp.estimation.hardware import Hardware
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
-from accelerate_lshdp.planning import RankProfile, TimeCurve
-from accelerate_lshdp.planning.cost.memory import ModelCounts
+from accelerate_lshdp.planning import (
+    ModelSizes,
+    PlacementCluster,
+    RankProfile,
+    TimeCurve,
+    plan_placement,
+    verify_placement,
+)
+from accelerate_lshdp.planning.cost.cluster_model import ClusterModel
+from accelerate_lshdp.planning.cost.cluster_model import ModelSize as CostedModel
+from accelerate_lshdp.planning.cost.strategy_time import predict_step
+from accelerate_lshdp.planning.placement.sent_bytes import bytes_between_nodes
 
 
 UNEVEN = """\
@@ -31,15 +46,15 @@ NETWORK = {"rate": "1 Gb/s"}
 
 def model(parameters: int = 100_000_000, activations: float = 50e6) -> MeasuredModel:
     """A described model: 10 units of 9 % each."""
-    side = int((parameters / 10) ** 0.5)
-    return MeasuredModel(
-        "a model",
-        ModelCounts(parameters, parameters, (parameters * 9 // 100,) * 10),
-        ((side, side),) * 10,
-        activations,
-        0.0,
-        6.0 * parameters * 100,
+    side, each = int((parameters / 10) ** 0.5), parameters * 9 // 100
+    flops = 2.0 * parameters * 100
+    units = tuple(
+        MeasuredUnit((f"h.{place}",), each, each, activations / 10, activations / 100, flops / 10)
+        for place in range(10)
     )
+    rest = parameters - 10 * each
+    root = MeasuredUnit(("",), rest, rest, 0, 0, 0)
+    return MeasuredModel("a model", ModelUnits(units, root, 0), ((side, side),) * 10, 3 * flops)
 
 
 def cluster(*nodes: dict, rate: str = "1 Gb/s") -> Hardware:
@@ -76,7 +91,8 @@ def test_the_command_end_to_end(
     # Formats that only reductions between nodes know are not offered where all ranks share a copy.
     everywhere = [name for name in FORMATS if not WIRE_FORMATS[name].between_nodes_only]
     shared_by_all = [strategy_traits(name).shared_by is SharedBy.WORLD for name in STRATEGIES]
-    assert len(estimates) == sum(len(everywhere if shared else FORMATS) for shared in shared_by_all)
+    one_of_each_block = 1  # osdp, in fp32
+    assert len(estimates) == one_of_each_block + sum(len(everywhere if s else FORMATS) for s in shared_by_all)
     batches = [size * steps for size, steps in estimates["lshdp", "fp32"]["micro_batches"]]
     assert sum(batches) == 32 and batches == sorted(batches, reverse=True) and batches[0] > batches[-1]
     parameters = document["model"]["parameters"]
@@ -211,3 +227,75 @@ def test_measured_speeds_take_the_place_of_estimated_ones() -> None:
 
 def test_powersgd_sends_thin_matrices_and_small_ones_as_they_are() -> None:
     assert powersgd_bytes([(100, 50), (30, 1), (4, 4)], rank=4) == 4 * (4 * 150 + 30 + 16)
+
+
+def test_the_row_of_osdp_is_the_optimum_of_the_planner_within_the_files_memory() -> None:
+    card = {"device": "card", "tflops": 10, "device_memory": "2 GiB", "ranks": 2}
+    nodes, size = cluster(card, card), model(activations=20e6)
+    row = by_label(estimate_all(size, nodes, 64))["osdp fp32"]
+    # By hand, from the file and the data sheet: 1e13 operations a second, of which forward and backward take three
+    # forwards; AdamW moves 28 bytes a parameter at the 500e9 bytes a second of an unknown card, and takes 1.5e-9 s on
+    # one of eight cores of the host; a process has 600 MiB; 5 % of the memory are spared.
+    sample = 6.0 * 100_000_000 * 100 / 1e13
+    profile = RankProfile(TimeCurve([1, 64], [sample, 64 * sample]), 64, fixed_seconds=100_000_000 * 28 / 500e9)
+    link = LinkCost(20e-6, 1 / 12e9)
+    expected = plan_placement(
+        ModelSizes.of(size.units),
+        PlacementCluster(
+            (2, 2),
+            [profile] * 4,
+            (int(0.95 * 2 * 2**30),) * 4,
+            nodes.link,
+            link,
+            link,
+            host_optimizer_seconds=(100_000_000 * 1.5e-9 / 8,) * 2,
+            process_bytes=600 * 2**20,
+        ),
+        total_batch_size=64,
+        most_steps=8,
+    )
+    assert row.placement.placement == expected.placement
+    assert row.prediction.seconds == pytest.approx(expected.predicted.step_seconds)
+    assert list(row.micro_batches) == list(expected.micro_batches)
+    assert max(row.device_bytes) == max(expected.predicted.memory_bytes) <= 0.95 * 2 * 2**30
+    verify_placement(row.placement.problem, row.placement.certificate)
+    # Nothing fits: the reason names what would.
+    none = {**card, "device_memory": "0.7 GiB"}
+    row = by_label(estimate_all(size, cluster(none, none), 64))["osdp fp32"]
+    assert not row.fits and "The nearest that one keeps" in row.problem
+
+
+@pytest.mark.parametrize("nodes", [(1, 1, 1), (2, 2), (1, 2)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_units_that_are_kept_alike_send_what_their_strategy_sends(nodes: tuple[int, ...], steps: int) -> None:
+    size = ModelSizes.of(model(10**7).units)
+    bytes_of = 4.0 * 10**7
+    whole = CostedModel(bytes_of, bytes_of, tuple(4.0 * unit.parameters for unit in size.units))
+    profiles = [RankProfile(TimeCurve([1], [1.0]), 1)] * sum(nodes)
+    for store in (UnitStore.REPLICATE, UnitStore.NODE, UnitStore.WORLD, UnitStore.WORLD_KEPT):
+        simulated = predict_step(
+            str(store.strategy),
+            profiles,
+            [(1, steps)] * sum(nodes),
+            whole,
+            ClusterModel(nodes, LinkCost(0.0, 1e-9)),
+        )
+        sent = bytes_between_nodes(size, ModelPlacement(default=UnitPlacement(store=store)), nodes, steps)
+        assert sent == pytest.approx(simulated.bytes_between_nodes)
+
+
+def test_blocks_are_named_in_short() -> None:
+    assert name_blocks(["h.0", "h.1", "h.2", "h.7", "encoder"]) == "h.0-2, 7; encoder"
+    assert name_blocks([f"h.{place}" for place in range(0, 40, 2)]) == "h.0, 2, 4, 6, 8, 10, ..."
+
+
+def test_lines_say_which_block_goes_where_and_why() -> None:
+    card = {"device": "card", "tflops": 10, "device_memory": "2 GiB", "ranks": 2}
+    row = by_label(estimate_all(model(activations=200e6), cluster(card, card), 64))["osdp fp32"]
+    lines = describe_placement(row.placement)
+    counted = [int(found[1]) for line in lines if (found := re.match(r"(\d+) of 10 blocks \(h\.", line))]
+    assert sum(counted) == 10
+    recomputed = [line for line in lines if ", recomputed" in line]
+    assert recomputed and all("recomputing frees" in line and "of activations" in line for line in recomputed)
+    assert any(line.startswith("memory: ") and "of 2.04 GB" in line for line in lines)
+    assert re.search(r"forward: .* s of sending, which hide .* s of computing", lines[-1])

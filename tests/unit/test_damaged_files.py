@@ -18,8 +18,8 @@ from test_commands_plan import a_profile
 
 from accelerate_lshdp import Plan
 from accelerate_lshdp.cli.main import main, make_parser
+from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
-from accelerate_lshdp.planning.cost.memory import ModelCounts
 
 
 CLUSTER = """\
@@ -112,9 +112,9 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise _ReadWell
 
-    measured = MeasuredModel(
-        "a model", ModelCounts(10**8, 10**8, (9 * 10**6,) * 10), ((3000, 3000),) * 10, 5e7, 0, 6e10
-    )
+    units = tuple(MeasuredUnit((f"h.{place}",), 9 * 10**6, 9 * 10**6, 5e6, 1e6, 2e9) for place in range(10))
+    root = MeasuredUnit(("",), 10**7, 10**7, 0, 0, 0)
+    measured = MeasuredModel("a model", ModelUnits(units, root, 0), ((3000, 3000),) * 10, 6e10)
     monkeypatch.setattr("accelerate_lshdp.cli.main.make_parser", _parser)
     monkeypatch.setattr("accelerate_lshdp.cli.launch._accelerate_launch", stop)
     monkeypatch.setattr("accelerate_lshdp.cli.bench_nodes.compare_on_nodes", stop)

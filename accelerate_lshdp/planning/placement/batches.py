@@ -186,5 +186,5 @@ def require_total(batches: Batches) -> None:
     raise PlanningError(
         f"found a global batch of {total} samples, expected one that {world} ranks can take in up to"
         f" {batches.most_steps} equal micro-batches of at most {most} samples together, as much as their memory"
-        f" allows: the nearest is {nearest}"
+        f" and their measured times allow: the nearest is {nearest}"
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import LinkCost
-from accelerate_lshdp.planning.cost.memory import StateBytes
+from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 
 
@@ -41,6 +42,11 @@ class UnitSize:
         """The same sizes without the name: equal for units that are alike."""
         return replace(self, name="any unit")
 
+    @classmethod
+    def of(cls, unit: MeasuredUnit) -> UnitSize:
+        """The sizes of a measured unit."""
+        return cls(unit.name, unit.parameters, unit.trainable, unit.activation_bytes, unit.input_bytes, unit.flops)
+
     def __post_init__(self) -> None:
         for value in (self.parameters, self.trainable, self.activation_bytes, self.input_bytes, self.flops):
             if not 0 <= value < math.inf:
@@ -71,6 +77,16 @@ class ModelSizes:
     root: UnitSize
     working_bytes: float = 0.0
     state_bytes: StateBytes = field(default_factory=StateBytes)
+
+    @classmethod
+    def of(cls, model: ModelUnits) -> ModelSizes:
+        """The sizes of a measured model."""
+        return cls(
+            tuple(map(UnitSize.of, model.units)),
+            UnitSize.of(model.root),
+            model.working_bytes,
+            STATE_BYTES[model.mixed_precision],
+        )
 
     @property
     def everything(self) -> tuple[UnitSize, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.documents.profile import PROFILE_KIND, Profile, read_profiles
 from accelerate_lshdp.planning import CertificateError, RankProfile, verify_certificate
+from accelerate_lshdp.planning.proofs.placed_plan import verify_placed_plan
 
 
 def verify_plan(plan: Plan) -> None:
@@ -18,12 +19,15 @@ def verify_plan(plan: Plan) -> None:
     Batch: the certificate's micro-batches, rank by rank. Profile: the certificate's curves and limits, in either
     format of the section; of a whole profile also nodes and strategy, the shard groups that follow from them, and the
     seconds on the network that it was planned with. Predicted: what follows from the profile for the batch, with or
-    without what the network takes.
+    without what the network takes. A plan whose certificate is about a placement is checked by `verify_placed_plan`.
 
     Raises:
         CertificateError: a section is missing or malformed, they do not belong together, or the certificate does not
             prove that no plan of its kind is better.
     """
+    if isinstance(plan.certificate, Mapping) and plan.certificate.get("kind") == "placement":
+        verify_placed_plan(plan)
+        return
     for name in ("batch", "profile", "certificate"):
         if getattr(plan, name) is None:
             raise CertificateError(

@@ -1,0 +1,115 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`ModelUnits`: the measured sizes of a model's units, as profiles carry them. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement
+from accelerate_lshdp.documents.records import (
+    LARGEST_COUNT,
+    STRING,
+    Record,
+    choice,
+    entry,
+    integer,
+    number,
+    record,
+    several,
+)
+from accelerate_lshdp.documents.value_checks import PlanError
+
+
+#: What accelerate's `mixed_precision` may be.
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredUnit(Record):
+    """The measured sizes of one unit, or of the root: what is in no unit.
+
+    Args:
+        modules: full names of its modules: several if they share a parameter; the empty string for the root.
+        parameters: number of its parameters, each once.
+        trainable: number of those that have gradients.
+        activation_bytes: bytes of one sample that it keeps for the backward. What several units keep counts for the
+            first of them, so that the sum over the units and the root is what the model keeps.
+        input_bytes: bytes of one sample that are kept instead if it recomputes its activations: those of its input.
+        flops: operations of one sample's forward; a multiplication and an addition are two.
+    """
+
+    modules: tuple[str, ...] = entry(several(STRING))
+    parameters: int = entry(integer(most=LARGEST_COUNT))
+    trainable: int = entry(integer(most=LARGEST_COUNT))
+    activation_bytes: float = entry(number())
+    input_bytes: float = entry(number())
+    flops: float = entry(number())
+
+    def _check_together(self) -> None:
+        if not self.modules:
+            raise PlanError('found no module, expected the names of the unit\'s, or "" of the root.', path="modules")
+        if self.trainable > self.parameters:
+            raise PlanError(
+                f"found {self.trainable} trainable parameters, expected at most all {self.parameters}.",
+                path="trainable",
+            )
+
+    @property
+    def name(self) -> str:
+        """The name by which planning knows the unit: that of its first module."""
+        return self.modules[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnits(Record):
+    """The measured sizes of all units of a model.
+
+    Args:
+        units: in the order of registration; empty: everything is in the root.
+        root: what is in no unit, such as embeddings and heads.
+        working_bytes: bytes of one sample's largest activation, whose gradient exists beside it for a moment.
+        mixed_precision: of the forward that was measured: "no", "bf16" or "fp16".
+    """
+
+    units: tuple[MeasuredUnit, ...] = entry(several(record(MeasuredUnit)))
+    root: MeasuredUnit = entry(record(MeasuredUnit))
+    working_bytes: float = entry(number())
+    mixed_precision: str = entry(choice(PRECISIONS), default="no")
+
+    def _check_together(self) -> None:
+        if self.root.modules != ("",):
+            raise PlanError(f'found {list(self.root.modules)}, expected [""].', path="root.modules")
+        names = [name for unit in self.units for name in unit.modules]
+        twice = next((name for name in names if not name or names.count(name) > 1), None)
+        if twice is not None:
+            raise PlanError(f'found "{twice}" as the module of a unit, expected each once, and the root apart.')
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one sample that the model keeps for the backward."""
+        return sum(unit.activation_bytes for unit in (*self.units, self.root))
+
+    @property
+    def flops(self) -> float:
+        """Operations of one sample's forward."""
+        return sum(unit.flops for unit in (*self.units, self.root))
+
+    def with_all_modules(self, placement: ModelPlacement) -> ModelPlacement:
+        """A placement of units by their names, with one entry for each of their modules.
+
+        What it does not name has the placement that most of its units have without recomputing.
+        """
+        given = dict(placement.units)
+        named = [
+            (module, given[unit.name])
+            for unit in (*self.units, self.root)
+            if unit.name in given
+            for module in unit.modules
+        ]
+        return replace(placement, units=tuple(named), default=_most_frequent(p for _, p in named))
+
+
+def _most_frequent(placements: Iterable[UnitPlacement]) -> UnitPlacement:
+    stores = [placement.store for placement in placements]
+    return UnitPlacement(store=max(dict.fromkeys(stores), key=stores.count)) if stores else UnitPlacement()

@@ -1,0 +1,238 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`measure_units`: what each unit of a model keeps for its backward, and how many operations its forward has.
+
+Forwards are watched from outside: autograd says which tensors are saved, and hooks of modules which unit is computed
+at that moment. With fake tensors, which have shapes and no content, that takes no memory for the model or its data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.engine.units import choose_units
+
+
+#: Computes the loss of a model for a batch.
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
+
+_ROOT = -1
+
+
+@dataclass(slots=True)
+class SavedBytes:
+    """The bytes that one forward keeps for the backward, without parameters, buffers and the batch.
+
+    Args:
+        by_unit: bytes of each unit, and of the root under -1; each storage counts for the unit that saved it first.
+        inputs: bytes of the inputs of each unit.
+        largest: bytes of the largest tensor.
+    """
+
+    by_unit: dict[int, int]
+    inputs: dict[int, int]
+    largest: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors that are kept."""
+        return sum(self.by_unit.values())
+
+
+def measure_units(
+    model: nn.Module,
+    batches: Sequence[Any],
+    samples: Sequence[int],
+    loss_of: LossOf,
+    *,
+    block_names: Sequence[str] | None = None,
+    mixed_precision: str = "no",
+) -> tuple[ModelUnits, float]:
+    """Measures all units of a model in forwards of two batches.
+
+    Args:
+        model: in training mode, without gradients; it has none afterwards.
+        batches: two; the second one has the same kind of samples, but more of them.
+        samples: their numbers of samples.
+        loss_of: makes a forward and returns what a backward begins with.
+        block_names: as for `choose_units`.
+        mixed_precision: in which `loss_of` computes.
+
+    Returns:
+        The sizes of all units, and the operations of one sample's forward and backward.
+    """
+    few, many = (saved_bytes(model, batch, loss_of, block_names) for batch in batches)
+    operations, all_operations = count_flops(model, batches[0], loss_of, block_names)
+    more = samples[1] - samples[0]
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def each(of: Callable[[SavedBytes], dict[int, int]], unit: int) -> float:
+        # The difference of two batches: what does not grow with the samples (masks, positions) is no sample's.
+        return max(0, of(many).get(unit, 0) - of(few).get(unit, 0)) / more
+
+    def measured(unit: int, modules: tuple[str, ...], parameters: Iterable[nn.Parameter]) -> MeasuredUnit:
+        own = {id(parameter): parameter for parameter in parameters}.values()
+        return MeasuredUnit(
+            modules,
+            sum(parameter.numel() for parameter in own),
+            sum(parameter.numel() for parameter in own if parameter.requires_grad),
+            each(lambda saved: saved.by_unit, unit),
+            each(lambda saved: saved.inputs, unit),
+            operations.get(unit, 0) / samples[0],
+        )
+
+    groups = choose_units(model, block_names)
+    units = tuple(
+        measured(place, tuple(names[id(module)] for module in group), (p for m in group for p in m.parameters()))
+        for place, group in enumerate(groups)
+    )
+    inside = {id(parameter) for group in groups for module in group for parameter in module.parameters()}
+    rest = (parameter for parameter in model.parameters() if id(parameter) not in inside)
+    working = max(0, many.largest - few.largest) / more
+    return ModelUnits(units, measured(_ROOT, ("",), rest), working, mixed_precision), all_operations / samples[0]
+
+
+@dataclass(slots=True)
+class _Computing:
+    """The unit whose forward is being computed.
+
+    Args:
+        unit: its index, or -1 for the root.
+        on_enter: called with the index and the inputs of a unit whose forward begins.
+        on_change: called before another unit is computed.
+    """
+
+    on_enter: Callable[[int, Any], None] = lambda unit, inputs: None
+    on_change: Callable[[int], None] = lambda unit: None
+    unit: int = field(default=_ROOT, init=False)
+
+    @contextlib.contextmanager
+    def watching(self, groups: Sequence[Sequence[nn.Module]]) -> Iterator[None]:
+        """Follows the forwards of groups of modules, none of which is inside another."""
+        handles = []
+        for place, group in enumerate(groups):
+            for module in group:
+                handles += [
+                    module.register_forward_pre_hook(self._begins(place), with_kwargs=True),
+                    module.register_forward_hook(self._ends, with_kwargs=True),
+                ]
+        try:
+            yield
+            self.on_change(self.unit)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begins(self, place: int) -> Callable[..., None]:
+        def begins(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self.on_change(self.unit)
+            self.unit = place
+            self.on_enter(place, (args, kwargs))
+
+        return begins
+
+    def _ends(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        self.on_change(self.unit)
+        self.unit = _ROOT
+
+
+def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequence[str] | None = None) -> SavedBytes:
+    """The bytes that autograd keeps between forward and backward, each storage counted once.
+
+    Args:
+        model: in training mode.
+        batch: of any structure.
+        loss_of: makes the forward.
+        block_names: as for `choose_units`.
+    """
+    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *_tensors(batch))}
+    # Tensors stay alive, so that no storage takes the place of another.
+    kept: dict[int, tuple[int, torch.Tensor]] = {}
+    given: dict[int, tuple[set[int], torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in known:
+            kept.setdefault(_storage(tensor), (computing.unit, tensor))
+        return tensor
+
+    def enter(unit: int, inputs: Any) -> None:
+        for tensor in _tensors(inputs):
+            if _storage(tensor) not in known:
+                given.setdefault(_storage(tensor), (set(), tensor))[0].add(unit)
+
+    computing = _Computing(on_enter=enter)
+    with computing.watching(choose_units(model, block_names)):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(model, batch)
+    by_unit: dict[int, int] = {}
+    for unit, tensor in kept.values():
+        by_unit[unit] = by_unit.get(unit, 0) + tensor.untyped_storage().nbytes()
+    inputs: dict[int, int] = {}
+    for storage, (units, tensor) in given.items():
+        saver = kept[storage][0] if storage in kept else None
+        # What several units take, a mask for one, is kept once: for the one that saves it, recomputing or not. If none
+        # of them does that for certain, each may be the one that keeps it.
+        for unit in {saver} if saver in units else units:
+            inputs[unit] = inputs.get(unit, 0) + tensor.untyped_storage().nbytes()
+    largest = max((tensor.untyped_storage().nbytes() for _, tensor in kept.values()), default=0)
+    del loss
+    return SavedBytes(by_unit, inputs, largest)
+
+
+def count_flops(
+    model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequence[str] | None = None
+) -> tuple[dict[int, int], int]:
+    """The operations of each unit's forward, the root's under -1; and those of forward and backward of all.
+
+    Args: as for `saved_bytes`.
+    """
+    aten = torch.ops.aten
+    # torch has formulas for the attention kernels of GPUs only.
+    attention_on_cpus = {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=attention_on_cpus)
+    by_unit: dict[int, int] = {}
+    counted = 0
+
+    def count(unit: int) -> None:
+        nonlocal counted
+        total = counter.get_total_flops()
+        by_unit[unit] = by_unit.get(unit, 0) + total - counted
+        counted = total
+
+    with counter:
+        with _Computing(on_change=count).watching(choose_units(model, block_names)):
+            loss = loss_of(model, batch)
+        loss.backward()
+    model.zero_grad()
+    return by_unit, counter.get_total_flops()
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward_flops(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any
+) -> int:
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    # Batches of transformers are mappings of a class of their own, whose values the tree does not know.
+    values = list(tree.values()) if isinstance(tree, Mapping) else tree
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

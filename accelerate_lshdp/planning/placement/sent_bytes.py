@@ -1,0 +1,47 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`bytes_between_nodes`: what each node sends to others in a step, summed over the units of a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate_lshdp.documents.collectives import collectives_of
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
+from accelerate_lshdp.planning.placement.inputs import ModelSizes
+
+
+def bytes_between_nodes(
+    model: ModelSizes, placement: ModelPlacement, nodes: Sequence[int], steps: int = 1
+) -> tuple[float, ...]:
+    """Bytes that each node sends to other nodes in a step.
+
+    Args:
+        model: sizes of its units.
+        placement: of all of them, by their names.
+        nodes: ranks on each node.
+        steps: micro-batches of a step.
+    """
+    each, sent = model.state_bytes, [0.0] * len(nodes)
+    if len(nodes) == 1:
+        return (0.0,)
+    for unit in model.everything:
+        store = placement.of(unit.name).store
+        own = collectives_of(store.strategy.traits, nodes)
+        gradient = unit.trainable * each.gradient
+        if own.all_reduce is not None:
+            exchanges = [own.all_reduce(gradient, nodes)]
+        else:
+            gathers = _gathers_between_nodes(store, steps, is_root=unit is model.root)
+            exchanges = [own.gather(unit.parameters * each.gathered, nodes)] * gathers
+            exchanges.append(own.reduce_scatter(gradient, nodes))
+        for exchange in exchanges:
+            sent = [before + more for before, more in zip(sent, exchange.sent_bytes, strict=True)]
+    return tuple(sent)
+
+
+def _gathers_between_nodes(store: UnitStore, steps: int, *, is_root: bool) -> int:
+    """How often a step gathers a world-sharded unit from other nodes."""
+    if store is UnitStore.WORLD_KEPT:
+        return 1
+    # The root stays from a forward to its backward, and `world_to_node` finds its parameters in the node.
+    return steps if is_root or store is UnitStore.WORLD_TO_NODE else 2 * steps

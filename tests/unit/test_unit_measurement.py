@@ -1,0 +1,171 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""The sizes of units are parts of those of the model: they sum to what a real forward keeps and computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
+from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.engine.unit_measurement import measure_units
+from accelerate_lshdp.estimation.model_measurement import measure_config
+from accelerate_lshdp.planning.placement.inputs import ModelSizes
+
+
+HIDDEN, TOKENS, PATCHES = 32, 16, 17
+
+
+def gpt2(layers: int) -> GPT2Config:
+    # Dropout keeps attention apart: a mask is made outside of the blocks, for all of them.
+    return GPT2Config(n_embd=HIDDEN, n_layer=layers, n_head=2, vocab_size=50, n_positions=TOKENS)
+
+
+def bert(layers: int) -> BertConfig:
+    return BertConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
+        max_position_embeddings=TOKENS,
+    )
+
+
+def vit(layers: int) -> ViTConfig:
+    return ViTConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+
+
+def text(samples: int) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(samples, TOKENS, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def images(samples: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.zeros(samples, 3, 16, 16), "labels": torch.zeros(samples, dtype=torch.long)}
+
+
+CASES = {
+    "gpt2": (gpt2, GPT2LMHeadModel, text, TOKENS),
+    "bert": (bert, BertForMaskedLM, text, TOKENS),
+    "vit": (vit, ViTForImageClassification, images, PATCHES),
+}
+
+
+def kept_by_a_forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
+    """The bytes that a real forward keeps, by the addresses of real memory."""
+    known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), *inputs.values()]}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**inputs).loss
+    total = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+    assert loss.requires_grad
+    return total
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_sum_to_the_model_and_a_block_is_what_one_more_layer_adds(name: str) -> None:
+    make, kind, batch, positions = CASES[name]
+    three, four = measure_config(make(3)).units, measure_config(make(4)).units
+    model = kind(make(3)).train()
+    assert three.activation_bytes == kept_by_a_forward(model, batch(2)) - kept_by_a_forward(model, batch(1))
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(**batch(1))
+    # Where attention is one kernel torch counts it on GPUs only; with dropout in attention it is not.
+    assert three.flops == pytest.approx(counter.get_total_flops(), rel=0.2)
+    assert measure_config(make(3)).flops == pytest.approx(3 * three.flops, rel=0.1)
+    parameters = sum(unit.parameters for unit in (*three.units, three.root))
+    assert parameters == sum(parameter.numel() for parameter in model.parameters())
+
+    block = three.units[-2]
+    assert block.parameters == sum(p.numel() for p in model.get_submodule(block.name).parameters())
+    assert four.activation_bytes - three.activation_bytes == block.activation_bytes > 0
+    assert four.flops - three.flops == block.flops > 0
+    assert four.root == three.root and four.units[-2].flops == block.flops
+    # Recomputed, a block keeps what it is given: one activation, and the first one for all a mask, if there is one.
+    assert block.input_bytes == 4 * HIDDEN * positions
+    assert three.units[-3].input_bytes >= block.input_bytes
+    sizes = ModelSizes.of(three)
+    assert sizes.flops == three.flops and sizes.units[-2].name == block.name and sizes.root.name == ""
+
+
+class Tied(nn.Module):
+    """Two blocks that share their weight, a frozen one, and one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.blocks[2].requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:3]:
+            values = block(values)
+        return self.head(values)
+
+
+def measured_by_hand() -> ModelUnits:
+    model = Tied()
+    batches = [torch.ones(samples, 4) for samples in (1, 3)]
+    return measure_units(model, batches, (1, 3), lambda model, batch: model(batch).sum())[0]
+
+
+def test_tied_frozen_and_unused_blocks() -> None:
+    units = measured_by_hand()
+    tied, frozen, unused = units.units
+    assert tied.modules == ("blocks.0", "blocks.1")
+    assert (tied.parameters, tied.trainable) == (16 + 4 + 4, 24)
+    assert (frozen.parameters, frozen.trainable) == (20, 0)
+    assert (unused.parameters, unused.activation_bytes, unused.input_bytes, unused.flops) == (20, 0, 0, 0)
+    # The input of the model is not kept by it. A ReLU keeps its output, 16 bytes, which the next block is given.
+    assert tied.activation_bytes == 32 and tied.input_bytes == 16
+    assert frozen.activation_bytes == 16 and frozen.input_bytes == 16
+    assert tied.flops == 2 * frozen.flops == 2 * 2 * 16
+    assert units.root.modules == ("",) and units.root.parameters == 5
+    assert ModelUnits.read(units.to_dict()) == units
+
+
+def test_a_placement_names_all_modules_of_a_unit() -> None:
+    units = measured_by_hand()
+    kept = UnitPlacement(store=UnitStore.WORLD_KEPT)
+    recomputed = UnitPlacement(store=UnitStore.WORLD, checkpoint=True)
+    planned = ModelPlacement(units={"blocks.0": recomputed, "blocks.2": kept, "": kept}, memory_limit_bytes=(5,))
+    written = units.with_all_modules(planned)
+    assert dict(written.units) == {"blocks.0": recomputed, "blocks.1": recomputed, "blocks.2": kept, "": kept}
+    # What is not named, such as a block that is added later, is kept like most and not recomputed.
+    assert written.default == kept or written.default.store is UnitStore.WORLD
+    assert not written.default.checkpoint and written.memory_limit_bytes == (5,)
+
+
+@pytest.mark.parametrize("change", [{"modules": []}, {"trainable": 25}, {"flops": -1}, {"modules": ["", "blocks.2"]}])
+def test_impossible_sizes_are_refused(change: dict[str, Any]) -> None:
+    document = measured_by_hand().to_dict()
+    document["units"][0] |= change
+    with pytest.raises(ValueError, match="units|root|module"):
+        ModelUnits.read(document)
+
+
+def test_a_measurement_leaves_no_hooks_behind() -> None:
+    model = Tied()
+    with pytest.raises(RuntimeError):
+        measure_units(model, [torch.ones(1, 5)] * 2, (1, 2), lambda model, batch: model(batch).sum())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
