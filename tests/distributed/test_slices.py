@@ -412,14 +412,17 @@ class Wrong(nn.Module):
 
 
 class Experts(nn.Module):
-    """A block of which each rank uses another expert."""
+    """A block of which each rank uses another expert, or the first rank one and the others none."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.skips = skips
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first, self.second)[torch.distributed.get_rank() % 2](x)
+        if torch.distributed.get_rank() == 0:
+            return self.first(x)
+        return x + self.second.bias if self.skips else self.second(x)
 
 
 def refused(plan: Plan, model: Callable[[], nn.Module], second_order: bool = False) -> str:
@@ -437,20 +440,25 @@ def simple() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(12, 16, bias=False)), nn.ReLU())
 
 
-def experts() -> nn.Module:
-    return nn.Sequential(Experts(), nn.ReLU())
+def others() -> nn.Module:
+    return nn.Sequential(Experts(skips=False), nn.ReLU())
+
+
+def fewer() -> nn.Module:
+    return nn.Sequential(Experts(skips=True), nn.LayerNorm(12))
 
 
 REFUSED = [
     (Wrong, {"blocks.0": sliced(2)}, False, "found blocks.0.0.weight, which is in slices, in norm"),
-    (experts, {"0": sliced(2)}, False, "rank 0: forward of 0.first.weight; rank 1: forward of 0.second.weight"),
+    (fewer, {"0": sliced(2)}, False, "rank 0: forward of 0.first.weight; rank 1: gathers a unit, 24 elements"),
+    (others, {"0": sliced(2)}, False, "rank 0: forward of 0.first.weight; rank 1: forward of 0.second.weight"),
     (simple, {"0": sliced(12)}, False, "a Linear, Embedding or Conv1D with at least 24 rows"),
     (simple, {"0": sliced(2)}, True, "found gradients of gradients"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model", "units", "second_order", "message"), REFUSED, ids=["norm", "experts", "small", "graph"]
+    ("model", "units", "second_order", "message"), REFUSED, ids=["norm", "fewer", "others", "small", "graph"]
 )
 def test_what_cannot_be_is_refused_on_all_ranks(workers, model, units, second_order, message):
     for said in workers(2).run(refused, osdp([1, 1], units), model, second_order, nodes=(1, 1), timeout=60):

@@ -66,7 +66,7 @@ def _can_be_sliced(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, st
     """Whether each slice has a row of every rank at least, and a module of the parameter computes row by row."""
     # Of a tied one any module will do: one that computes otherwise is told so in its forward.
     computes = any(name == "weight" and _computes_by_rows(module) for module, name in places)
-    return computes and parameter.is_floating_point() and parameter.shape[0] >= least_rows
+    return computes and parameter.ndim == 2 and parameter.is_floating_point() and parameter.shape[0] >= least_rows
 
 
 def _computes_by_rows(module: nn.Module) -> bool:
