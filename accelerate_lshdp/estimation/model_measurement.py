@@ -36,8 +36,8 @@ class MeasuredModel:
         counts: numbers of its parameters.
         matrices: (rows, columns) of each trainable parameter; vectors have one column.
         activation_bytes: bytes that are kept for the backward of one sample.
-        transient_bytes: bytes of the largest of these tensors for one sample; its gradient exists beside it for a
-            moment.
+        transient_bytes: bytes of the largest of these tensors for one sample, twice: its gradient, and the one that
+            this is computed from, exist beside it for a moment.
         flops: operations of forward and backward of one sample; a multiplication and an addition are two.
     """
 
@@ -98,7 +98,7 @@ def measure_config(
         matrices,
         # The difference of two samples and one; the constant part (position indices, masks) is negligible beside it.
         float(max(two.total - one.total, 0)),
-        float(max(two.largest - one.largest, 0)),
+        2.0 * max(two.largest - one.largest, 0),
         float(flops),
     )
 

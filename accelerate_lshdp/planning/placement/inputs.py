@@ -140,6 +140,11 @@ class PlacementCluster:
                 raise PlanningError(f"found {name} of {len(getattr(self, name))} nodes, expected {len(self.nodes)}")
 
     @property
+    def computes_on_hosts(self) -> bool:
+        """Whether ranks compute in host memory, which those of a node map together."""
+        return self.device_link is None and not self.streams
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return sum(self.nodes)
