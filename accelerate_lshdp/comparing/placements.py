@@ -116,7 +116,8 @@ class PlacedModel:
             for profile, size in zip(profiles, sizes, strict=True)
         ]
         limits = tuple(int(share * need) for need in self._memory(self._lsdp()))
-        cluster = PlacementCluster(self.nodes, capped, limits, link, inside, streams=streams)
+        # Memory is counted as for every other case, whose share is that of devices (see `_memory`).
+        cluster = PlacementCluster(self.nodes, capped, limits, link, inside, streams=streams, maps_host_memory=False)
         # Recomputing frees memory of activations, which is not counted.
         choice = Choice(checkpoint=(False,))
         return plan_placement(self._sizes(), cluster, total_batch_size=sum(sizes), choice=choice).placement

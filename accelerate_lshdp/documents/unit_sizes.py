@@ -68,7 +68,8 @@ class ModelUnits(Record):
     Args:
         units: in the order of registration; empty: everything is in the root.
         root: what is in no unit, such as embeddings and heads.
-        working_bytes: bytes of one sample's largest activation, whose gradient exists beside it for a moment.
+        working_bytes: bytes of one sample's largest activation, twice: its gradient, and the one that this is computed
+            from, exist beside it for a moment.
         mixed_precision: of the forward that was measured: "no", "bf16" or "fp16".
     """
 

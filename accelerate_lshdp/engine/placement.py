@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
+from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
@@ -35,7 +36,6 @@ from accelerate_lshdp.engine.stores.sliced.store import SlicedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.unit_precision import UnitPrecision
 from accelerate_lshdp.engine.units import choose_units
-from accelerate_lshdp.engine.wire.buckets import LARGEST_BYTES
 from accelerate_lshdp.engine.wire.reduction import (
     REDUCTIONS,
     GradientReduction,
@@ -192,7 +192,8 @@ class Placement:
             parameter.data = parameter.data.to(self.device)
         makers: list[Callable[[StoreContext], Store]] = []
         if shared:
-            makers.append(lambda context: self._make_shared(context, shared, user="shared"))
+            gathers = bool(by_mechanism[Mechanism.FSDP2])  # in the backward
+            makers.append(lambda context: self._make_shared(context, shared, "shared", waits_in_backward=not gathers))
         if whole:
             makers.append(lambda context: self._make_whole(context, whole, user="whole"))
         # Last, as it cannot be undone: what fails before it leaves the model to the script.
@@ -231,7 +232,12 @@ class Placement:
         return Fsdp2Store(context, units, kind, device=self.device, prefetch=self.prefetch)
 
     def _make_shared(
-        self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""
+        self,
+        context: StoreContext,
+        parameters: Sequence[nn.Parameter] | None = None,
+        user: str = "",
+        *,
+        waits_in_backward: bool = True,
     ) -> SharedStore:
         return SharedStore(
             context,
@@ -242,6 +248,7 @@ class Placement:
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
             timeout_seconds=world_timeout().total_seconds(),
+            waits_in_backward=waits_in_backward,
         )
 
     def _make_whole(

@@ -223,6 +223,7 @@ class _Estimator:
             state_bytes=STATE_BYTES[self.mixed_precision],
             communication_dtype=self.dtype,
             accumulates=self.accumulates,
+            computes_on_hosts=not self.hardware.has_devices,
         )
         return tuple(
             replace(rank, activations=self.model.activations(count))
@@ -237,7 +238,8 @@ class _Estimator:
 
     def _largest_micro_batch(self, node: NodeHardware, index: int) -> int:
         """The largest micro-batch, in samples, that a node's ranks have memory for."""
-        device, host = self._needs(node, self._memory([0] * len(self.hardware.nodes))[index])
+        empty = self._memory([0] * len(self.hardware.nodes))[index]
+        device, host = self._needs(node, empty)
         each = self.model.activations(1)  # bytes; memory is linear in the samples
         rooms = []
         if device is not None and node.device.memory_bytes is not None:
@@ -245,7 +247,7 @@ class _Estimator:
         if node.memory_bytes is not None:
             room = node.memory_bytes * _USABLE - host
             if device is None:
-                rooms.append(room / node.ranks / each)
+                rooms.append(room / node.ranks / (each * empty.bytes_for_activations))
             elif room < 0:
                 return 0
         return int(min([self.total, *(max(0.0, room) for room in rooms)]))

@@ -60,7 +60,7 @@ class MeasuredModel:
 
     @property
     def transient_bytes(self) -> float:
-        """Bytes of the largest of these tensors for one sample; its gradient exists beside it for a moment."""
+        """Bytes of the largest of these tensors for one sample, twice: two gradients beside it for a moment."""
         return self.units.working_bytes
 
     def activations(self, samples: int) -> float:

@@ -5,7 +5,7 @@ Every step frees its activations and gradients, tens to hundreds of megabytes. g
 heap back to the kernel, which has to find and clear the same pages again in the next step: some ten thousand page
 faults a step, 2 to 4 % of the processor's time for a ViT of 14 M parameters.
 
-Blocks above `_LARGEST_KEPT_BLOCK` are mapped and unmapped one by one. In the heap they would leave holes that the next
+Blocks above `LARGEST_KEPT_BLOCK` are mapped and unmapped one by one. In the heap they would leave holes that the next
 ones, a little larger, do not fit: gathered units of FSDP2 then take three times the memory that is in use at a time
 (11.9 instead of 3.8 bytes for each byte of parameters and node, 36 M parameters on two nodes of two ranks, strategy
 `fsdp`; `tests/distributed/test_memory.py` measures it). Clearing their pages is little beside what is computed with
@@ -18,11 +18,11 @@ import ctypes
 import os
 import platform
 
+from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK, LARGEST_KEPT_END
+
 
 # mallopt(3)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT_BLOCK = 4 * 2**20
-_LARGEST_KEPT_END = 64 * 2**20
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -40,5 +40,5 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, _LARGEST_KEPT_END)
+    kept = mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, LARGEST_KEPT_END)
     return bool(kept)

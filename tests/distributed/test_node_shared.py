@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
 from training_cases import make_optimizer, relative_error
+
+from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -111,6 +115,28 @@ def clip(sizes: tuple) -> dict:
     accelerator.clip_grad_value_(model.parameters(), 0.001)
     result["clamped"] = gradients(model)
     return result
+
+
+def run_ahead_of_the_first_rank() -> tuple[int, int]:
+    accelerator, model, _, loader = start((2, 1), megabytes=0.00005)  # a bucket for each parameter
+    reduction = NodeOwnership.of(model.heads[0].weight).reduction
+    hand_in, waiting = reduction.ready, []
+
+    def hand_in_and_count(*arguments) -> None:
+        hand_in(*arguments)
+        waiting.append(len(reduction._queue))
+
+    reduction.ready = hand_in_and_count
+    loss = model(**next(iter(loader)))
+    if accelerator.topology.local_rank == 0:
+        loss.register_hook(lambda _: time.sleep(0.5))
+    accelerator.backward(loss)
+    return len(waiting), max(waiting)
+
+
+def test_a_rank_that_is_ahead_does_not_keep_all_of_its_gradients(workers):
+    for buckets, most in workers(2).run(run_ahead_of_the_first_rank, nodes=(2,)):
+        assert most <= WAITING_BUCKETS < buckets
 
 
 def test_gradients_are_final_on_every_rank_and_clipping_is_the_same_everywhere(workers):

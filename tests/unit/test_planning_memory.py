@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_END
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ZERO_BYTES, ModelCounts, rank_memory
 
 
@@ -47,22 +48,24 @@ def test_who_shares_a_copy() -> None:
 
 
 def test_what_is_gathered_beside_it() -> None:
-    # The root and the two largest units in fp32, and the gradients of the largest and of the root.
-    assert one("fsdp", COUNTS, (2, 2)).gathered == 4 * (100 + 400 + 300) + 4 * (400 + 100)
-    assert one("zero2", COUNTS, (2, 2)).gathered == 4 * 1000 + 4 * (400 + 100)
-    assert one("ddp", COUNTS, (2, 2)).gathered == 0
+    # The root and the two largest units in fp32; the gradients of the largest, twice, and of the root.
+    fsdp, zero2 = one("fsdp", COUNTS, (2, 2)), one("zero2", COUNTS, (2, 2))
+    assert (fsdp.gathered, fsdp.unreduced) == (4 * (100 + 400 + 300), 4 * (2 * 400 + 100))
+    # All units are gathered when no gradient is there, and none when all are.
+    assert (zero2.gathered, zero2.unreduced) == (4 * 1000 - zero2.gradients, fsdp.unreduced)
+    assert (one("ddp", COUNTS, (2, 2)).gathered, one("ddp", COUNTS, (2, 2)).unreduced) == (0, 0)
     # Whole gradients are kept while micro-batches are accumulated, but not inside a node, where they are reduced.
-    assert one("fsdp", COUNTS, (2, 2), accumulates=True).gathered == 4 * (100 + 400 + 300) + 4 * (900 + 100)
-    assert one("lsdp", COUNTS, (2, 2), accumulates=True).gathered == one("lsdp", COUNTS, (2, 2)).gathered
+    assert one("fsdp", COUNTS, (2, 2), accumulates=True).unreduced == 4 * (900 + 400 + 100)
+    assert one("lsdp", COUNTS, (2, 2), accumulates=True).unreduced == one("lsdp", COUNTS, (2, 2)).unreduced
     half = STATE_BYTES["bf16"]
-    assert one("fsdp", COUNTS, (2, 2), state_bytes=half).gathered == one("fsdp", COUNTS, (2, 2)).gathered / 2
+    assert one("fsdp", COUNTS, (2, 2), state_bytes=half).gathered == fsdp.gathered / 2
     assert one("ddp", COUNTS, (2, 2), state_bytes=half).gathered == 2 * 1000  # autocast's copy
 
 
 def test_where_it_is() -> None:
     lsdp = one("lsdp", COUNTS, (2, 2), activation_bytes=5000.0)
     assert lsdp.host_bytes == lsdp.states
-    assert lsdp.device_bytes == lsdp.gathered + 5000
+    assert lsdp.device_bytes == lsdp.gathered + lsdp.unreduced + 5000
     sharded = one("group_sharding", COUNTS, (2, 2), activation_bytes=5000.0)
     assert (sharded.host_bytes, sharded.device_bytes) == (0, lsdp.total_bytes)
 
@@ -81,3 +84,22 @@ def test_formats_keep_errors_and_copies() -> None:
     assert one("torch_ddp", COUNTS, (1, 1)).total_bytes == one("ddp", COUNTS, (1, 1)).total_bytes + 3600
     with pytest.raises(ValueError, match="expected one of fp32"):
         one("lsdp", COUNTS, (2, 2), communication_dtype="fp8")
+
+
+def test_hosts_that_compute_map_one_copy_a_node() -> None:
+    counts = ModelCounts(30_000_000, 30_000_000, (2_000_000,) * 15)
+    alone, pair = rank_memory("lsdp", counts, (1, 2), activation_bytes=5e7, computes_on_hosts=True)
+    assert alone.states == 2 * pair.states == 16 * counts.parameters
+    assert alone.gathered == pair.gathered == 0
+    # Four buckets of 1/24 of the gradients wait for the ranks before this one; nobody is before one that is alone.
+    assert (alone.unreduced, pair.unreduced) == (0, 4 * (4 * counts.trainable // 24))
+    assert pair.heap == LARGEST_KEPT_END
+    assert pair.total_bytes == pair.states + pair.unreduced + 5e7 + pair.heap
+    # A large world's shards are small beside the model that the script has made.
+    counts = ModelCounts(600_000_000, 600_000_000, (2_000_000,) * 300)
+    (world,) = rank_memory("fsdp", counts, (32,), computes_on_hosts=True)
+    assert world.total_bytes == world.starting == 4 * counts.parameters * (1 + 1 / 32)
+    # Small units lie in the heap, and leave holes in it that are as large as what is in use.
+    counts = ModelCounts(10**7, 10**7, (10**6,) * 10)
+    (small,) = rank_memory("fsdp", counts, (2,), activation_bytes=1e7, computes_on_hosts=True)
+    assert small.heap == LARGEST_KEPT_END + small.gathered + small.unreduced + 1e7

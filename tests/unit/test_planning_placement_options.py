@@ -8,7 +8,7 @@ from placement_problems import cluster_for
 
 from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.planning import PlanningError
-from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory, waiting_bytes
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.options import pose_placement, uniform_counts
 from accelerate_lshdp.planning.placement.problem import Option, PlacementProblem
@@ -116,8 +116,9 @@ def test_the_root_is_gathered_once_a_micro_batch() -> None:
     half = HOP + P / BETWEEN + STEP + P / INSIDE
     own = option(posed(EVEN), UnitStore.WORLD, root=True)
     assert own.send == (nanoseconds(half), nanoseconds(half))
-    # Gathered, and its gradient not reduced, all the time: nothing of it comes and goes.
-    assert own.memory[0] == 16 * P // 2 // 4 + 8 * P // 2 + 2 * 1_000_000 and own.peaks == (0, 0, 0)
+    # Gathered, and its gradient not reduced, all the time: its message alone comes and goes.
+    assert own.memory[0] == 16 * P // 2 // 4 + 8 * P // 2 + 2 * 1_000_000
+    assert own.peaks == (0, 4 * P // 2 / 2, 0) and posed(EVEN).rows[0].peak_weights[1] == 2
 
 
 STATES = 16 * P
@@ -129,7 +130,7 @@ STATES = 16 * P
         (UnitStore.REPLICATE, STATES, (0, 0)),
         (UnitStore.NODE, STATES // 2, (4 * P, 4 * P)),
         (UnitStore.WORLD, STATES // 4, (4 * P, 4 * P)),
-        (UnitStore.WORLD_KEPT, STATES // 4 + 4 * P, (0, 4 * P)),
+        (UnitStore.WORLD_KEPT, STATES // 4 + 4 * P - P, (0, 4 * P)),  # gradients come as gathered copies go
         (UnitStore.WORLD_TO_NODE, STATES // 4 + 2 * P, (4 * P, 4 * P)),
         (UnitStore.HOST, 0, (4 * P, 4 * P)),
     ],
@@ -143,7 +144,7 @@ def test_memory_of_stores(store: UnitStore, kept: int, peaks: tuple[int, int]) -
     again = option(problem, store, checkpoint=True)
     assert again.memory[0] == kept + 3 * 200_000
     assert again.peaks == (*peaks, 3_000_000)
-    assert problem.rows[0].peak_weights == (2, 1, 3) and problem.rows[0].fixed == 3 * 500_000
+    assert problem.rows[0].peak_weights == (2, 2, 3) and problem.rows[0].fixed == 3 * 500_000
 
 
 def test_a_node_of_one_rank_keeps_everything() -> None:
@@ -248,7 +249,7 @@ def test_memory_is_that_of_the_strategies(precision: str, nodes: tuple[int, ...]
         (needed,) = problem.memory(uniform_counts(problem, store, False))
         memory = rank_memory(strategy, counts, nodes, state_bytes=STATE_BYTES[precision])[0]
         # The cost model takes all parameters of a unit for its unreduced gradient, also those without one.
-        frozen = 0 if store is UnitStore.REPLICATE else (P - P // 2) * STATE_BYTES[precision].unreduced
+        frozen = 0 if store is UnitStore.REPLICATE else 2 * (P - P // 2) * STATE_BYTES[precision].unreduced
         assert needed + frozen == memory.device_bytes
 
 
@@ -282,3 +283,39 @@ def test_clusters_that_are_refused(change: dict[str, object], complaint: str) ->
 def test_units_that_are_refused(sizes: tuple[float, ...]) -> None:
     with pytest.raises(PlanningError):
         UnitSize("h.0", *sizes)
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "store, strategy", [(UnitStore.REPLICATE, "ddp"), (UnitStore.WORLD, "fsdp"), (UnitStore.NODE, "lsdp")]
+)
+def test_memory_of_hosts_is_that_of_the_strategies(store: UnitStore, strategy: str, nodes: tuple[int, ...]) -> None:
+    """Where ranks compute in host memory, too: what is mapped, waits, or stays in the heap."""
+    units = tuple(UnitSize(f"h.{place}", P, P, 1_000_000, 0, 1e9) for place in range(3))
+    model = ModelSizes(units, UnitSize("", P // 2, P // 2, 0, 0, 1e9))
+    placed_on = cluster_for(model, nodes, (AMPLE,) * sum(nodes), streams=False)
+    problem = pose_placement(model, placed_on, (2,) * sum(nodes))
+    counts = uniform_counts(problem, store, False) or uniform_counts(problem, UnitStore.REPLICATE, False)
+    needed = problem.memory(counts)
+    expected = rank_memory(
+        strategy, ModelCounts(7 * P // 2, 7 * P // 2, (P,) * 3), nodes, activation_bytes=6e6, computes_on_hosts=True
+    )
+    by_rank = {rank: need for row, need in zip(problem.rows, needed, strict=True) for rank in row.ranks}
+    for node, size in enumerate(nodes):
+        rank = sum(nodes[:node])
+        # Where nodes differ, the row of one that is alone counts gradients that wait, too, as the others' peaks.
+        assert by_rank[rank] >= expected[node].total_bytes - 1
+        assert by_rank[rank] <= expected[node].total_bytes + (1 if size == max(nodes) else waiting(model, nodes))
+
+
+def waiting(model: ModelSizes, nodes: tuple[int, ...]) -> float:
+    return waiting_bytes(4 * model.trainable, len(nodes)) + 1
+
+
+def test_hosts_need_the_whole_model_at_the_start() -> None:
+    ample = posed(EVEN, streams=False)
+    assert all(row.ranks for row in ample.rows)  # no other rows where limits are far above the model itself
+    whole = 4 * sum(unit.parameters for unit in MODEL.everything)
+    placed_on = cluster_for(MODEL, EVEN, (whole + whole // 4,) * 4, streams=False)
+    *_, start = pose_placement(MODEL, placed_on, (1,) * 4).rows
+    assert start.fixed == whole and start.limit == whole + whole // 4 and not start.ranks

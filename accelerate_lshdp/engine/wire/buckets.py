@@ -8,28 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from accelerate_lshdp.documents.bucket_sizes import default_bucket_bytes
 
-#: Above this a bucket uses the network as well as it can.
-LARGEST_BYTES = 25_000_000
-#: Below this the latency of its messages counts.
-SMALLEST_BYTES = 1_000_000
-#: The last bucket travels when the backward is over, and nothing hides it: so it should be a small part of the model.
-#: But a ring of n ranks sends a bucket in messages of 1/n, twice n - 1 of them one after the other, and each wakes a
-#: thread that may have to wait for a processor. So a message, not a bucket, has this part of the model.
-_MESSAGES = 48
+
 #: The first bucket is closed when it has this part of a full one: until then the network has nothing to do.
 _FIRST_PART = 0.25
-
-
-def default_bucket_bytes(parameters: Sequence[nn.Parameter], reducing_ranks: int) -> int:
-    """The size of buckets in bytes for a model: small enough to begin early and to leave little for the end.
-
-    Args:
-        parameters: the trainable ones.
-        reducing_ranks: number of ranks that sum a bucket between nodes.
-    """
-    total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
-    return min(LARGEST_BYTES, max(SMALLEST_BYTES, total * max(2, reducing_ranks) // _MESSAGES))
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, reducing_ranks: int) -> list[list[int]]:
@@ -44,8 +27,8 @@ def fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int | None, r
     Returns:
         Buckets of one dtype and device each.
     """
-    limit = default_bucket_bytes(parameters, reducing_ranks) if bucket_bytes is None else bucket_bytes
     total = sum(parameter.numel() * parameter.dtype.itemsize for parameter in parameters)
+    limit = default_bucket_bytes(total, reducing_ranks) if bucket_bytes is None else bucket_bytes
     # A model that fits one bucket is sent at once: a second message would cost more than an early first one gains.
     first = _FIRST_PART * limit if bucket_bytes is None and total > limit else limit
     buckets: list[list[int]] = []

@@ -3,17 +3,25 @@
 
 With P parameters and Adam, a rank that holds everything keeps P * (parameter + gradient + optimizer) bytes: 16 * P, in
 fp32 as 4 + 4 + 8, in ZeRO's mixed precision as 2 + 2 + 12. Where n ranks share one copy, each keeps 1/n of that, and
-beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), and the
-gradient of one unit before it is reduced. Activations come on top.
+beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), the gradient
+of one unit before it is reduced, and the message in which that of the unit before it has travelled. Activations come
+on top.
+
+Where ranks compute in host memory, the ranks of a node map one copy of what they share, and nothing is gathered inside
+a node. Two terms come in there: gradients that wait for the ranks of the node that add theirs first, and what the C
+library keeps of freed blocks (`runtime.cpu_memory`). `benchmarks/memory.py` compares all of it with real processes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS, default_bucket_bytes
 from accelerate_lshdp.documents.collectives import group_sizes
-from accelerate_lshdp.documents.strategy import Gathered, SharedBy, strategy_traits
+from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK, LARGEST_KEPT_END
+from accelerate_lshdp.documents.strategy import Gathered, SharedBy, StrategyTraits, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
@@ -74,19 +82,27 @@ class RankMemory:
         parameters: parameters that are kept between steps.
         gradients: reduced gradients.
         optimizer: optimizer states.
-        gathered: gathered parameters and unreduced gradients of the units that are computed.
+        gathered: gathered parameters of the units that are computed, and of those that are kept.
+        unreduced: gradients of this rank alone, in autograd's tensors and in the message that is made of them.
         activations: activations that are kept for the backward.
         communication: compressed copies of gradients, and the errors of the compression.
+        starting: parameters before they are shared, with what is made of them: needed at the start, not later.
         is_offloaded: whether parameters, gradients and optimizer states are in host memory.
+        computes_on_hosts: whether ranks compute there, too.
+        leaves_holes: whether units are gathered in blocks of the C library's heap, see `leaves_holes`.
     """
 
     parameters: float
     gradients: float
     optimizer: float
     gathered: float
+    unreduced: float
     activations: float
     communication: float
+    starting: float
     is_offloaded: bool
+    computes_on_hosts: bool
+    leaves_holes: bool
 
     @property
     def states(self) -> float:
@@ -94,9 +110,20 @@ class RankMemory:
         return self.parameters + self.gradients + self.optimizer
 
     @property
+    def heap(self) -> float:
+        """Bytes that the C library keeps free, where ranks compute in host memory: the heap's end, and its holes."""
+        holes = self.gathered + self.unreduced + self.activations if self.leaves_holes else 0.0
+        return LARGEST_KEPT_END + holes if self.computes_on_hosts else 0.0
+
+    @property
+    def bytes_for_activations(self) -> int:
+        """Bytes for each byte of activations."""
+        return 2 if self.leaves_holes else 1
+
+    @property
     def device_bytes(self) -> float:
         """Bytes on the device, where it has memory of its own."""
-        working = self.gathered + self.activations
+        working = self.gathered + self.unreduced + self.activations
         return working if self.is_offloaded else working + self.states + self.communication
 
     @property
@@ -107,7 +134,7 @@ class RankMemory:
     @property
     def total_bytes(self) -> float:
         """Bytes on device and host: the need of a rank on a CPU, where the two are one."""
-        return self.device_bytes + self.host_bytes
+        return max(self.device_bytes + self.host_bytes + self.heap, self.starting)
 
 
 def rank_memory(
@@ -119,8 +146,11 @@ def rank_memory(
     activation_bytes: float = 0.0,
     communication_dtype: str = "fp32",
     accumulates: bool = False,
+    computes_on_hosts: bool = False,
 ) -> list[RankMemory]:
     """Memory of a rank of each node: one entry a node.
+
+    What the ranks of a node share is divided among them.
 
     Args:
         strategy: one of `documents.strategy.STRATEGIES`.
@@ -131,6 +161,7 @@ def rank_memory(
         communication_dtype: format of gradients between nodes.
         accumulates: whether a step has several micro-batches; world-sharded strategies keep whole gradients between
             them.
+        computes_on_hosts: whether ranks compute in host memory, which those of a node map together.
 
     Raises:
         ValueError: there is no such strategy or format.
@@ -138,8 +169,11 @@ def rank_memory(
     traits, each = strategy_traits(strategy), state_bytes or StateBytes()
     if communication_dtype not in WIRE_FORMATS:
         raise ValueError(f"found format {communication_dtype!r}, expected one of {', '.join(WIRE_FORMATS)}")
+    is_mapped = computes_on_hosts and traits.shared_by is SharedBy.NODE and not traits.is_plain
+    shares = nodes if is_mapped else group_sizes(traits, nodes)
+    whole = counts.parameters * each.parameter
     memory = []
-    for share, ranks in zip(group_sizes(traits, nodes), nodes, strict=True):
+    for share, ranks in zip(shares, nodes, strict=True):
         gradients = counts.trainable * each.gradient / share
         if traits.shared_by is SharedBy.WORLD:
             communication = 0.0  # compressed and summed unit by unit
@@ -147,28 +181,84 @@ def rank_memory(
             # Each shard, and each bucket that a node has summed, is compressed by one rank of the node.
             compressed = counts.trainable * each.gradient / ranks
             communication = compressed * WIRE_FORMATS[communication_dtype].kept_share * (len(nodes) > 1)
-        if traits.shared_by is SharedBy.NOBODY:
-            gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered  # autocast's copy
-            if traits.is_plain:
-                communication += gradients  # DDP's buckets beside .grad
-        elif traits.gathered is Gathered.EACH_PASS:
-            # The two largest units may be neighbours: an upper bound that needs no order.
-            largest = sorted(counts.units, reverse=True)
-            unreduced = counts.trainable if accumulates and traits.shared_by is SharedBy.WORLD else sum(largest[:1])
-            gathered = (counts.root + sum(largest[:2])) * each.gathered + (unreduced + counts.root) * each.unreduced
+        if traits.shared_by is SharedBy.NOBODY and traits.is_plain:
+            communication += gradients  # DDP's buckets beside .grad
+        if traits.shared_by is SharedBy.NOBODY or is_mapped:
+            # Nothing is gathered; autocast makes a copy.
+            gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered
+            unreduced = waiting_bytes(counts.trainable * each.gradient, len(nodes)) if share > 1 else 0.0
         else:
-            # Kept from the forward on: all parameters stay until the backward has used them.
-            unreduced = counts.trainable if accumulates else max(counts.units, default=0) + counts.root
-            gathered = counts.parameters * each.gathered + unreduced * each.unreduced
+            gathered, unreduced = _of_units(traits, counts, each, gradients, accumulates)
         memory.append(
             RankMemory(
-                parameters=counts.parameters * each.parameter / share,
+                parameters=whole / share,
                 gradients=gradients,
                 optimizer=counts.trainable * each.optimizer / share,
                 gathered=gathered,
+                unreduced=unreduced,
                 activations=activation_bytes,
                 communication=communication,
+                starting=_starting(traits, whole, gradients, share) if computes_on_hosts else 0.0,
                 is_offloaded=traits.is_offloaded,
+                computes_on_hosts=computes_on_hosts,
+                leaves_holes=(
+                    computes_on_hosts
+                    and share > 1
+                    and not is_mapped
+                    and leaves_holes(max(counts.units, default=counts.root) * each.gathered)
+                ),
             )
         )
     return memory
+
+
+def leaves_holes(unit_bytes: float) -> bool:
+    """Whether gathering units leaves holes in the heap, where ranks compute in host memory.
+
+    glibc maps large blocks one by one and gives them back. Units that are smaller lie in the heap between activations,
+    are freed in another order than they were allocated, and leave holes that the next ones do not fill. These have
+    been as large as what is in use (`benchmarks/memory.py`).
+
+    Args:
+        unit_bytes: of the largest unit.
+    """
+    return unit_bytes < LARGEST_KEPT_BLOCK
+
+
+def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
+    """Bytes of a rank's gradients that wait for other ranks of its node, and of the bucket that is being filled.
+
+    Args:
+        gradient_bytes: of the parameters that the node's ranks share.
+        reducing_ranks: ranks that sum a bucket between nodes.
+    """
+    bucket = default_bucket_bytes(math.ceil(gradient_bytes), reducing_ranks)
+    return min(gradient_bytes, (WAITING_BUCKETS + 1) * bucket)
+
+
+def _of_units(
+    traits: StrategyTraits, counts: ModelCounts, each: StateBytes, gradients: float, accumulates: bool
+) -> tuple[float, float]:
+    """Bytes of gathered parameters, and of gradients before they are reduced, where units are gathered."""
+    # The two largest units may be neighbours: an upper bound that needs no order.
+    largest = sorted(counts.units, reverse=True)
+    if traits.gathered is Gathered.EACH_PASS:
+        gathered = (counts.root + sum(largest[:2])) * each.gathered
+        is_kept = accumulates and traits.shared_by is SharedBy.WORLD
+    else:
+        # Kept from the forward on: all parameters stay until the backward has used them, and the gradients that the
+        # optimizer reads come as they go.
+        gathered, is_kept = max(0.0, counts.parameters * each.gathered - gradients), accumulates
+    # Gradients of the unit that is computed, and the message of the unit before it, which FSDP2 keeps until the next
+    # one. What is in no unit is reduced last, when units have nothing any more but the message of the last one.
+    of_units = max(2 * sum(largest[:1]), counts.root)
+    unreduced = (counts.trainable + sum(largest[:1]) if is_kept else of_units) + counts.root
+    return gathered, unreduced * each.unreduced
+
+
+def _starting(traits: StrategyTraits, whole: float, gradients: float, share: int) -> float:
+    """Bytes at the start, when each rank has the whole model of the script, and what is shared is made of it."""
+    if share == 1:
+        return whole + gradients  # which are the buffers of gradients
+    shared = whole / share
+    return whole + shared + (0.0 if traits.shared_by is SharedBy.WORLD else gradients)

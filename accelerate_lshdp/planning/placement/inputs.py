@@ -69,7 +69,7 @@ class ModelSizes:
         root: what is in no unit, such as embeddings and heads. It is gathered before the first unit and reduced after
             the last one.
         working_bytes: bytes of one sample that exist for a moment of a backward and are no unit's: the gradient of the
-            largest activation.
+            largest activation, and the one that this is computed from.
         state_bytes: bytes of one parameter in each of its roles.
     """
 
@@ -122,6 +122,8 @@ class PlacementCluster:
         process_bytes: bytes that each rank needs beside parameters, states and activations.
         streams: devices send while they compute. Else only what travels between nodes once a step does (see
             `StrategyTraits.overlaps`), and all other exchanges stop the computing.
+        maps_host_memory: memory is counted as where ranks compute in host memory and those of a node map one copy.
+            None: if they have neither streams nor a device link.
 
     Raises:
         PlanningError: numbers do not match, or a limit is not positive.
@@ -137,6 +139,7 @@ class PlacementCluster:
     host_optimizer_seconds: tuple[float, ...] = ()
     process_bytes: int = 0
     streams: bool = True
+    maps_host_memory: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes or min(self.nodes) < 1:
@@ -154,6 +157,13 @@ class PlacementCluster:
         for name in ("host_limits", "host_optimizer_seconds"):
             if getattr(self, name) and len(getattr(self, name)) != len(self.nodes):
                 raise PlanningError(f"found {name} of {len(getattr(self, name))} nodes, expected {len(self.nodes)}")
+
+    @property
+    def computes_on_hosts(self) -> bool:
+        """Whether ranks compute in host memory, which those of a node map together."""
+        if self.maps_host_memory is not None:
+            return self.maps_host_memory
+        return self.device_link is None and not self.streams
 
     @property
     def world(self) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_END
 from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.planning.cost.step_writer import BACKWARD_SHARE
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
@@ -57,6 +58,7 @@ def pose_placement(
     for rank, row in enumerate(zip(cluster.node_sizes_of_ranks, micro_batches, cluster.memory_limits, strict=True)):
         ranks.setdefault(row, []).append(rank)
     shapes = [(size, samples) for size, samples, _ in ranks]
+    starts = _starting_rows(model, cluster, ranks, costs, steps > 1)
     hosts = len(cluster.host_limits or ())
     forward = whole_nanoseconds(seconds * (1 - BACKWARD_SHARE)) / model.flops if model.flops else 0.0
     kinds: dict[UnitSize, list[str]] = {}
@@ -65,9 +67,12 @@ def pose_placement(
         kinds.setdefault(unit if unit is model.root else unit.anonymous, []).append(unit.name)
     return PlacementProblem(
         _phases(seconds, steps),
-        _rows(model, cluster, ranks),
+        (*_rows(model, cluster, ranks), *starts.values()),
         tuple(
-            UnitKind(tuple(names), tuple(_option(cost, shapes, hosts, forward) for cost in costs.of(unit, steps > 1)))
+            UnitKind(
+                tuple(names),
+                tuple(_option(cost, shapes, hosts, list(starts), forward) for cost in costs.of(unit, steps > 1)),
+            )
             for unit, names in kinds.items()
         ),
     )
@@ -97,8 +102,10 @@ def _rows(
         MemoryRow(
             "rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""),
             limit,
-            cluster.process_bytes + math.ceil(samples * model.working_bytes),
-            (2, 1, samples),
+            cluster.process_bytes
+            + (LARGEST_KEPT_END if cluster.computes_on_hosts else 0)
+            + math.ceil(samples * model.working_bytes),
+            (2, 2, samples),
             tuple(own),
         )
         for (_, samples, limit), own in ranks.items()
@@ -107,13 +114,42 @@ def _rows(
     return (*rows, *(MemoryRow(f"the host of node {node}", limit, 0, (0, 0, 0)) for node, limit in hosts))
 
 
-def _option(cost: UnitCost, shapes: Sequence[tuple[int, int]], hosts: int, forward: float) -> Option:
+def _starting_rows(
+    model: ModelSizes,
+    cluster: PlacementCluster,
+    ranks: dict[tuple[int, int, int], list[int]],
+    costs: UnitCosts,
+    accumulates: bool,
+) -> dict[int, MemoryRow]:
+    """The rows of ranks at the start, by node size: where they compute in host memory, with the script's whole model.
+
+    Only those that some placement exceeds: there are none unless limits are near the size of the model itself.
+    """
+    if not cluster.computes_on_hosts:
+        return {}
+    whole = cluster.process_bytes + math.ceil(
+        sum(unit.parameters for unit in model.everything) * model.state_bytes.parameter
+    )
+    rows = {}
+    for size in sorted(set(cluster.nodes)):
+        limits = {limit: own for (node, _, limit), own in ranks.items() if node == size}
+        least = min(limits)
+        most = [max(cost.start_bytes[size] for cost in costs.of(unit, accumulates)) for unit in model.everything]
+        if whole + sum(map(math.ceil, most)) > least:
+            rows[size] = MemoryRow(f"the start of rank {limits[least][0]}", least, whole, (0, 0, 0))
+    return rows
+
+
+def _option(
+    cost: UnitCost, shapes: Sequence[tuple[int, int]], hosts: int, starts: Sequence[int], forward: float
+) -> Option:
     """A placement's costs with a batch.
 
     Args:
         cost: without it.
         shapes: node size and samples of each row of ranks.
         hosts: number of rows of hosts.
+        starts: node sizes of rows of the start.
         forward: nanoseconds of the slowest rank's forward for each operation of a sample's.
     """
     work = cost.work
@@ -121,7 +157,8 @@ def _option(cost: UnitCost, shapes: Sequence[tuple[int, int]], hosts: int, forwa
         again, half = math.ceil(cost.recomputed_flops * forward), len(work) // 2
         work = (*work[:half], *(own + again for own in work[half:]))
     memory = [math.ceil(cost.state_bytes[size] + samples * cost.sample_bytes) for size, samples in shapes]
-    return Option(cost.placement, cost.send, work, cost.serial, (*memory, *[cost.host_bytes] * hosts), cost.peaks)
+    memory += [cost.host_bytes] * hosts + [math.ceil(cost.start_bytes[size]) for size in starts]
+    return Option(cost.placement, cost.send, work, cost.serial, tuple(memory), cost.peaks)
 
 
 def uniform_counts(problem: PlacementProblem, store: UnitStore, checkpoint: bool) -> Counts | None:

@@ -5,6 +5,9 @@ A unit that is computed is gathered whole, or slice by slice; the gathered copy 
 to the backward, and of `world_to_node` the node's shards do. The root is gathered, and its gradient not reduced, from
 the first operation to the last, so both are counted throughout. Where a step has several micro-batches, world-sharded
 units that are not in slices keep their whole gradients between them.
+
+Where ranks compute in host memory those of a node map one copy: nothing is gathered inside it, and gradients wait for
+the ranks of the node that add theirs first. The terms are those of `planning.cost.memory`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
+from accelerate_lshdp.planning.cost.memory import leaves_holes, waiting_bytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
@@ -34,6 +38,7 @@ class UnitCost:
         sample_bytes: bytes of one sample that are kept for the backward.
         recomputed_flops: operations of one sample that are repeated in the backward.
         peaks: bytes of each `Peak`, recomputed ones for each sample.
+        start_bytes: bytes at the start on a rank of each node size, beside the whole model.
     """
 
     placement: UnitPlacement
@@ -45,6 +50,7 @@ class UnitCost:
     sample_bytes: float
     recomputed_flops: float
     peaks: tuple[int, int, int]
+    start_bytes: dict[int, float]
 
 
 class UnitCosts:
@@ -113,16 +119,19 @@ class UnitCosts:
     def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
         each, store, slices = self.model.state_bytes, placement.store, placement.slices
         gathered, unreduced = unit.parameters * each.gathered, unit.trainable * each.unreduced
+        gradients = unit.trainable * each.gradient
         traffic = self._traffic(
             placement,
             gathered,
-            unit.trainable * each.gradient,
+            gradients,
             unit.parameters * each.parameter,
             is_root=is_root,
         )
         send, work = self._phase_seconds(traffic, accumulates)
         states = unit.parameters * each.parameter + unit.trainable * (each.gradient + each.optimizer)
-        is_whole, on_host = store is UnitStore.REPLICATE, store is UnitStore.HOST
+        # A copy that the ranks of a node map is as whole as one of each rank: nothing is gathered.
+        is_mapped = self.cluster.computes_on_hosts and store.strategy.is_node_sharded
+        is_whole, on_host = store is UnitStore.REPLICATE or is_mapped, store is UnitStore.HOST
         kept: dict[int, float] = {}
         for size in set(self.cluster.nodes):
             needed = 0.0 if on_host else states / self._share(store, size)
@@ -131,10 +140,13 @@ class UnitCosts:
             elif is_root:
                 needed += gathered + unreduced
             else:
-                needed += gathered if store is UnitStore.WORLD_KEPT else 0.0
+                # Gradients of the optimizer come as gathered copies go.
+                needed += max(0.0, gathered - gradients / self.cluster.world) if store is UnitStore.WORLD_KEPT else 0.0
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
                 needed += unreduced if accumulates and store.strategy.is_world_sharded and slices == 1 else 0.0
             kept[size] = needed
+        # What is in use is as much again in holes.
+        in_heap = 2 if self.cluster.computes_on_hosts and not is_whole and leaves_holes(gathered) else 1
         return UnitCost(
             placement,
             tuple(map(whole_nanoseconds, send)),
@@ -142,14 +154,33 @@ class UnitCosts:
             whole_nanoseconds(self._optimizer_seconds(unit, store)),
             kept,
             math.ceil(states) if on_host else 0,
-            unit.input_bytes if placement.checkpoint else unit.activation_bytes,
+            in_heap * (unit.input_bytes if placement.checkpoint else unit.activation_bytes),
             unit.flops if placement.checkpoint else 0.0,
             (
-                0 if is_whole or is_root or store is UnitStore.WORLD_KEPT else math.ceil(gathered / slices),
-                0 if is_whole or is_root else math.ceil(unreduced / slices),
-                math.ceil(unit.activation_bytes) if placement.checkpoint else 0,
+                0 if is_whole or is_root or store is UnitStore.WORLD_KEPT else math.ceil(in_heap * gathered / slices),
+                math.ceil(in_heap * self._unreduced(store, unreduced / slices, is_whole, is_root)),
+                math.ceil(in_heap * unit.activation_bytes) if placement.checkpoint else 0,
             ),
+            {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},
         )
+
+    def _starting(self, unit: UnitSize, store: UnitStore, share: int) -> float:
+        """Bytes that are made of a unit at the start on a rank, while the script's own copy is still there."""
+        each = self.model.state_bytes
+        shard = unit.parameters * each.parameter / share if share > 1 else 0.0
+        return shard + (0.0 if store.strategy.is_world_sharded else unit.trainable * each.gradient / share)
+
+    def _unreduced(self, store: UnitStore, gradients: float, is_whole: bool, is_root: bool) -> float:
+        """Half of a unit's bytes of `Peak.UNREDUCED`: its gradients, of which there is a message, too."""
+        if is_root and not is_whole:
+            return gradients / 2  # its own are counted throughout
+        if not is_whole:
+            return gradients
+        if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
+            return 0.0
+        # Of all units of the store together: as if it had all of the model, so that it counts once.
+        everything = self.model.trainable * self.model.state_bytes.gradient
+        return waiting_bytes(everything, len(self.cluster.nodes)) / 2
 
     def _phase_seconds(self, traffic: Traffic, accumulates: bool) -> tuple[list[float], list[float]]:
         """Seconds of each phase for which links are busy, and for which computing stops."""

@@ -49,6 +49,8 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
+        most_waiting: buckets of this rank that may wait to be added; `ready` waits while there are more. None: any
+            number.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
+        most_waiting: int | None = None,
     ) -> None:
         self.clock = clock
+        self._most_waiting = most_waiting
         self.timeout_seconds = timeout_seconds
         self._memory = memory
         self._table = table
@@ -96,11 +100,16 @@ class NodeReduction:
     def ready(self, index: int, gradients: list[torch.Tensor | None], fresh: list[bool], synchronise: bool) -> None:
         """Hands in this rank's part of a bucket; buckets come in the same order on all ranks.
 
+        Waits while too many of this rank's buckets wait for the ranks before it, as their gradients take memory.
+
         Args:
             index: of the bucket.
             gradients: one a view of the bucket; None: this rank has none.
             fresh: for each, whether the sum starts anew, or goes on from earlier backwards.
             synchronise: whether the sum is to go between nodes after this.
+
+        Raises:
+            RuntimeError: another rank has gone, failed, or did not come in time.
         """
         # The order of this queue is the order of collectives between nodes: the model delivers in the order of
         # indices.
@@ -109,6 +118,10 @@ class NodeReduction:
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.wake_self()
+        if self._most_waiting is not None and len(self._queue) > self._most_waiting:
+            # Ranks wait for those before them alone, and the first one for its own thread: so this ends.
+            with self.clock.waiting():
+                self._wait(lambda: len(self._queue) <= self._most_waiting, "add its gradients")
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
@@ -49,6 +50,10 @@ class SharedStore(Store):
         bucket_bytes: bytes of a bucket of gradients; None: chosen from the model's size and ``reducing_ranks``.
         reducing_ranks: number of ranks, one a node, that sum a bucket between nodes.
         timeout_seconds: how long to wait for another rank of the node.
+        waits_in_backward: whether a rank that is ahead waits in its backward for the ranks of its node that add their
+            gradients before it; else it keeps its own until the end. Not where other stores have collectives in the
+            backward: a rank that waits in one of them for this rank may be the one that this rank waits for, if their
+            forwards have not used the same parameters.
 
     Raises:
         NodeMemoryError: on all ranks, if the ranks of a node cannot share memory.
@@ -67,8 +72,10 @@ class SharedStore(Store):
         bucket_bytes: int | None,
         reducing_ranks: int,
         timeout_seconds: float,
+        waits_in_backward: bool = True,
     ) -> None:
         super().__init__(context)
+        self._waits_in_backward = waits_in_backward
         self._everything = list(context.module.parameters() if parameters is None else parameters)
         self._parameters = [p for p in self._everything if p.requires_grad]
         self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
@@ -123,7 +130,8 @@ class SharedStore(Store):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
-        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds)
+        most_waiting = WAITING_BUCKETS if self._waits_in_backward else None
+        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds, most_waiting)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))

@@ -1,0 +1,10 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""What the C library keeps of freed memory in a process that trains on a CPU. Predictions count it."""
+
+from __future__ import annotations
+
+
+#: Bytes of a block from which on it is mapped and unmapped by itself; smaller ones lie in the heap.
+LARGEST_KEPT_BLOCK = 4 * 2**20
+#: Bytes at the end of the heap that stay in the process when they are free.
+LARGEST_KEPT_END = 64 * 2**20

@@ -1,0 +1,155 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Starts the ranks of a training whose memory is measured, each in a memory control group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from laboratory.emulated_cluster.cgroups import ControlGroup
+
+
+LONGEST_SECONDS = 300.0
+#: Of a core, for each group: memory is measured here, not speed.
+_AMPLE_CORES = 64.0
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """The bytes that one rank took, above those that its process had before the model.
+
+    Args:
+        base: bytes of the process before the model.
+        marks: the most bytes above `base` in each part of the training.
+    """
+
+    base: int
+    marks: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes above `base`."""
+        return max(self.marks.values())
+
+
+class Killed(Exception):
+    """The kernel has ended ranks that exceeded their limit.
+
+    Args:
+        ranks: their numbers.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"the kernel has ended rank {', '.join(map(str, ranks))}: beyond the memory limit")
+        self.ranks = list(ranks)
+
+
+def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[RankRun]]:
+    """Trains some jobs one after the other, in processes of their own; returns what each rank took, job by job.
+
+    Args:
+        jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each rank may take above
+            its base, or None.
+        nodes: ranks on each node.
+
+    Raises:
+        Killed: a rank took more than it was allowed.
+        RuntimeError: a rank failed; it says how.
+    """
+    places = [(node, local) for node, ranks in enumerate(nodes) for local in range(ranks)]
+    port = _free_port()
+    with contextlib.ExitStack() as stack:
+        ranks, outputs, groups = [], [], []
+        for rank, (node, local) in enumerate(places):
+            group = stack.enter_context(ControlGroup(f"memory{rank}", _AMPLE_CORES, memory_bytes=2**40))
+            groups.append(group.paths[-1])
+            outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
+            process = subprocess.Popen(
+                # The shell joins the group before Python starts, so that nothing of it is counted elsewhere.
+                [
+                    "/bin/sh",
+                    "-c",
+                    f'echo $$ > "{group.paths[-1]}/cgroup.procs" && exec "$0" "$@"',
+                    sys.executable,
+                    "-m",
+                    "memory_runs.rank",
+                    json.dumps(list(jobs)),
+                    str(group.paths[-1]),
+                ],
+                env=_environment(rank, local, node, nodes, port),
+                stdout=subprocess.PIPE,
+                stderr=outputs[-1],
+                text=True,
+            )
+            stack.callback(_end, process)
+            ranks.append(process)
+        printed = _wait(ranks, groups)
+        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+        if failed:
+            outputs[failed[0]].seek(0)
+            raise RuntimeError(f"rank {failed[0]} failed: {outputs[failed[0]].read()[-2000:]}")
+    by_rank = [[RankRun(**json.loads(line)) for line in text.splitlines()] for text in printed]
+    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str]:
+    """What each rank printed; a rank that the kernel ended ends the others, which would wait for it."""
+    printed = [""] * len(ranks)
+    waiting = dict(enumerate(ranks))
+    while waiting:
+        for rank in list(waiting):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed[rank] = waiting[rank].communicate(timeout=0.2)[0]
+                del waiting[rank]
+        killed = [rank for rank, group in enumerate(groups) if _kills(group)]
+        if killed:
+            raise Killed(killed)
+        if any(process.returncode for process in ranks):
+            break
+    return printed
+
+
+def _kills(group: Path) -> int:
+    """How many processes of a group the kernel has ended because the group was full."""
+    for line in (group / "memory.oom_control").read_text().splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _environment(rank: int, local: int, node: int, nodes: Sequence[int], port: int) -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "LSDP_"))},
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(sum(nodes)),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(nodes[node]),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
