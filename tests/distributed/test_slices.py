@@ -203,6 +203,15 @@ def trained_in_parts(plan: Plan) -> list[dict[str, torch.Tensor]]:
         assert not any("words" in name or "shared" in name for name in gradients(model))
         accelerator.backward(0.5 * loss_of(model, tokens))
         found.append(gradients(model))
+        # A gradient of activations alone is not one of the weights.
+        inside: list[torch.Tensor] = []
+        handle = model.blocks[0].register_forward_hook(lambda module, args, output, kept=inside: kept.append(output))
+        model.zero_grad()
+        loss = loss_of(model, tokens)
+        handle.remove()
+        torch.autograd.grad(loss, inside)
+        accelerator.backward(loss_of(model, tokens))
+        found.append(gradients(model))
         # What one rank holds alone is dropped with the rest.
         model.zero_grad()
         with accelerator.no_sync(model):

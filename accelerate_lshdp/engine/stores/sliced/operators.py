@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
-        (x,), sliced = ctx.saved_tensors, ctx.sliced
+        (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, _is_weight_wanted(ctx)
         flat, gradient = _flat(x), _flat(gradient)
         of_input = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
         sliced.announce("backward")
@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
             columns = sliced.rows.take_columns(gradient, index)
             if of_input is not None:
                 of_input.addmm_(columns, sliced.gather(index, ctx.dtype))
-            if ctx.needs_input_grad[1]:
+            if is_wanted:
                 sliced.reduce(index, columns.t() @ flat)
         return None if of_input is None else of_input.view(x.shape), None, None, None
 
@@ -144,14 +144,14 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
-        (x,), sliced = ctx.saved_tensors, ctx.sliced
+        (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, _is_weight_wanted(ctx)
         flat, gradient = _flat(x), _flat(gradient)
         of_input = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         sliced.announce("backward")
         for index in range(sliced.rows.count):
             if of_input is not None:
                 sliced.rows.put_columns(of_input, index, gradient @ sliced.gather(index, ctx.dtype).t())
-            if ctx.needs_input_grad[1]:
+            if is_wanted:
                 sliced.reduce(index, sliced.rows.take_columns(flat, index).t() @ gradient)
         return None if of_input is None else of_input.view(x.shape), None, None, None
 
@@ -184,6 +184,12 @@ class _Embedding(torch.autograd.Function):
             wanted = (slice_of == index) & (indices != ctx.padding)
             sliced.reduce(index, of_slice.index_add_(0, place[wanted], gradient[wanted].to(of_slice.dtype)))
         return None, None, None, None
+
+
+def _is_weight_wanted(ctx: FunctionCtx) -> bool:
+    """Whether this backward is to give the weight a gradient: `autograd.grad` of activations is not."""
+    # What autograd would tell its own functions. A Python function learns of its forward only.
+    return ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,11 @@ from accelerate_lshdp.engine.stores.sliced.operators import addmm, embedding, li
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
 
 
+def _no_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """An empty storage, for what counts the memory of all tensors of a process."""
+    return torch.UntypedStorage(0)
+
+
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     functional.linear: linear,
     functional.embedding: embedding,
@@ -26,6 +31,7 @@ _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.matmul: matmul,
     torch.Tensor.matmul: matmul,
     torch.Tensor.__matmul__: matmul,
+    torch.Tensor.untyped_storage: _no_memory,
 }
 #: What is known of a weight without its values.
 _ATTRIBUTES = (
