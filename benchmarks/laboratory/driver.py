@@ -168,6 +168,8 @@ class ClusterBenchmark(Comparison):
             before.case,
             parameters=before.parameters,
             micro_batches=before.micro_batches,
+            placement=before.placement,
+            memory_share=before.memory_share,
             formula_bytes=before.formula_bytes,
             error=before.error,
         )
