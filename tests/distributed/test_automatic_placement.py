@@ -111,11 +111,11 @@ def test_little_memory_is_kept_and_exact(workers) -> None:
     ample = check(workers(2).run(train, "gpt2", None, nodes=(1, 1), timeout=90), "gpt2")
     assert not ample["placement"]["units"]["transformer.h.0"]["checkpoint"]
     assert ample["micro_batches"] == [(6, 1), (6, 1)]
-    # 28 thousand parameters of 16 bytes, whole on each rank, are 0.45 MB without activations.
-    little = check(workers(2).run(train, "gpt2", 0.645, nodes=(1, 1), timeout=90), "gpt2")
+    # 28 thousand parameters of 32 bytes (fp64), whole on each rank, are 0.9 MB without activations.
+    little = check(workers(2).run(train, "gpt2", 1.2, nodes=(1, 1), timeout=90), "gpt2")
     assert little["placement"]["units"] != ample["placement"]["units"]
     assert stores(little) != stores(ample) or any(unit["checkpoint"] for unit in little["placement"]["units"].values())
-    assert little["placement"]["memory_limit_bytes"] == [int(0.645e6 * 0.9)] * 2
+    assert little["placement"]["memory_limit_bytes"] == [int(1.2e6 * 0.9)] * 2
 
 
 def test_given_batch_sizes_stay(workers) -> None:
