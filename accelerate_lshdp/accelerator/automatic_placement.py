@@ -26,6 +26,7 @@ from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.plan import Batch, RankBatch
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
 from accelerate_lshdp.planning.placement.links import measured_links
@@ -37,6 +38,7 @@ from accelerate_lshdp.profiling.rates import Rates, measure_rates
 from accelerate_lshdp.profiling.subject import Samples
 from accelerate_lshdp.profiling.unit_sizes import UnitsUnknown, measure_on_fakes
 from accelerate_lshdp.runtime.object_exchange import all_objects
+from accelerate_lshdp.runtime.option_advice import option_advice
 
 
 logger = get_logger(__name__)
@@ -92,6 +94,7 @@ def place_model(session: Session, process: _Process, prepared: Sequence[Any], lo
     error: Exception | None = None
     units = facts = None
     try:
+        _require_format(session.options.communication_dtype)
         model, loader = _the_only(models), _training_loader([*prepared, *loaders])
         facts = _measure_rank(session, process, model)
         if session.rank == 0:
@@ -130,6 +133,15 @@ def _largest_micro_batch(model: ModelSizes, result: PlacementResult, rank: int) 
 
 def _trains(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _require_format(dtype: str) -> None:
+    if WIRE_FORMATS[dtype].between_nodes_only:
+        raise ValueError(
+            f'found communication_dtype={dtype!r} with placement="auto", expected a format that blocks of all ranks'
+            f" can have, too: which blocks these are is planned. Give"
+            f" {option_advice('communication_dtype', 'fp32')}, or 'bf16'"
+        )
 
 
 def _the_only(models: Sequence[nn.Module]) -> nn.Module:

@@ -140,7 +140,8 @@ class ReadsValues(nn.Module):
 def refused(kind: str) -> None:
     plan = Plan.equal(strategy="lsdp") if kind == "another strategy" else None
     placement = "automatic" if kind == "another word" else "auto"
-    accelerator = LSHDPAccelerator(plan=plan, placement=placement)
+    options = LSDPPlugin(communication_dtype="int8" if kind == "a format between nodes" else None)
+    accelerator = LSHDPAccelerator(plan=plan, placement=placement, lsdp_plugin=options)
     model = ReadsValues() if kind == "a forward that reads values" else nn.Linear(4, 4)
     data = Stream() if kind == "a stream" else [{"x": torch.ones(4)}] * 8
     if kind == "another kind of input":
@@ -159,6 +160,7 @@ REFUSED = {
     "prepare_model": "found prepare_model",
     "a forward that reads values": "found a model whose blocks cannot be measured",
     "another kind of input": "found a model whose blocks cannot be measured",
+    "a format between nodes": "found communication_dtype='int8'",
     "another strategy": 'the plan says strategy "lsdp"',
     "another word": "found placement='automatic'",
 }
