@@ -16,6 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from accelerate_lshdp.accelerator.accumulation import Accumulation
+from accelerate_lshdp.accelerator.automatic_placement import place_model
 from accelerate_lshdp.accelerator.backward import Backward
 from accelerate_lshdp.accelerator.creation import created
 from accelerate_lshdp.accelerator.ddp_options import refuse_ddp_options
@@ -28,7 +29,7 @@ from accelerate_lshdp.accelerator.other_engines import (
     refuse_other_engines,
     switch_off_other_engines,
 )
-from accelerate_lshdp.accelerator.plan_resolution import BatchKeywords, resolve_plan
+from accelerate_lshdp.accelerator.plan_resolution import AUTO, BatchKeywords, resolve_plan
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 from accelerate_lshdp.accelerator.run_checkpoints import layout_of, load_run, save_run
 from accelerate_lshdp.accelerator.run_total import keeps_plan_total
@@ -79,7 +80,8 @@ class LSHDPAccelerator(Accelerator):
         rebalance_every: optimizer steps between two looks at automatic sizes, once they have settled. Default 10.
         dead_band: the share of the step time that new automatic sizes have to gain. Default 0.03.
         placement: where each unit of the model keeps its parameters, as the section of a plan has it; instead of the
-            plan's. The strategy is ``osdp`` then.
+            plan's. The strategy is ``osdp`` then. Or ``"auto"``: `prepare` measures the model and the machines, and
+            places each block where it is best; it needs the model and its training loader in one call.
         trust_checkpoint: whether registered objects that JSON and tensors cannot hold are pickled into checkpoints,
             and unpickled from them. Only load such checkpoints from people whom you would let run code.
         *args, **kwargs: as for ``accelerate.Accelerator``; plugins of other engines are refused.
@@ -100,7 +102,7 @@ class LSHDPAccelerator(Accelerator):
         total_batch_size: int | None = None,
         rebalance_every: int | None = None,
         dead_band: float | None = None,
-        placement: ModelPlacement | Mapping[str, Any] | None = None,
+        placement: ModelPlacement | Mapping[str, Any] | str | None = None,
         trust_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -143,15 +145,21 @@ class LSHDPAccelerator(Accelerator):
             unmodified=self.stands_for_accelerator,
             keeps_total=keeps_total,
             split_batches=self.split_batches,
+            finds_placement=placement == AUTO,
         )
         self.session.optimizers = self._optimizers
         self._accumulation = Accumulation(self.session, self.gradient_state)
         self._backward = Backward(self.session, self._accumulation)
         self._optimizer_steps = OptimizerSteps(self.session)
         self._loader_context = SessionLoaderContext(self.session, self.gradient_state)
+        warn_of_options_without_effect(self.strategy, self.ddp_handler)
+        if not self.session.finds_placement:
+            self._adapt_to_policies()
+
+    def _adapt_to_policies(self) -> None:
+        """Says what the policies mean for the user, and scales the losses of sharded models in fp16."""
         if self.policies.notice:
             logger.warning(self.policies.notice)
-        warn_of_options_without_effect(self.strategy, self.ddp_handler)
         if self.scaler is not None and self.policies.is_sharded:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
@@ -245,6 +253,10 @@ class LSHDPAccelerator(Accelerator):
     # Objects
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        if self.session.finds_placement:
+            place_model(self.session, self, args, self._dataloaders)
+            if not self.session.finds_placement:
+                self._adapt_to_policies()
         result = super().prepare(*args, device_placement=device_placement)
         warned_later = self.plan.batch is None or self.session.total.follows_script
         if self._schedulers and self.num_processes > 1 and not (warned_later or self.split_batches):
@@ -262,6 +274,11 @@ class LSHDPAccelerator(Accelerator):
         if evaluation_mode or not trains or known is not None:
             self._accumulation.watch_inputs(model)
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if self.session.finds_placement:
+            raise RuntimeError(
+                'found prepare_model with placement="auto", expected `prepare` with the model and its training loader,'
+                " by whose samples the model is measured"
+            )
         model = checked(self.session, model, self.state.dynamo_plugin.backend)
         before = dict(model.named_parameters(remove_duplicate=False))
         if self.policies.is_sharded:

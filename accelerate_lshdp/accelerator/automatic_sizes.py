@@ -53,12 +53,14 @@ class AutomaticSizes:
     Args:
         plan: an automatic plan with the sizes to start with.
         device: where the forward runs; its memory limits the sizes.
+        most_samples: the largest micro-batch of this rank for which its memory was planned; None: any.
 
     Raises:
         ValueError: the plan's profile cannot be read, or is of other ranks.
     """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: Plan, device: torch.device, most_samples: int | None = None) -> None:
+        self._most_samples = most_samples
         profiles = None if plan.profile is None else read_profiles(plan.profile)
         if profiles is not None and len(profiles) != plan.world_size:
             raise PlanError(
@@ -135,9 +137,12 @@ class AutomaticSizes:
         if self._trained and self._trained[-1].tokens is not None:
             # Counting tokens takes a whole step from the loader at once; the script may do that before the switch.
             ahead += self._trained[-1].accumulation_steps - 1
+        largest = self._memory.largest_micro_batch(own)  # 0: not known
+        if self._most_samples is not None:
+            largest = min(largest or self._most_samples, self._most_samples)
         return report._replace(
             read_ahead=ahead,
-            largest_micro_batch=self._memory.largest_micro_batch(own),
+            largest_micro_batch=largest,
             sizes_checksum=crc32(str(self.trained_sizes).encode()),
         )
 

@@ -14,6 +14,10 @@ from accelerate_lshdp.documents.value_checks import located
 from accelerate_lshdp.runtime.option_advice import variable_of
 
 
+#: What leaves batch sizes, or the placement, to the run.
+AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class BatchKeywords:
     """What the accelerator's keywords say about batch sizes; None: left to the plan.
@@ -38,7 +42,7 @@ def resolve_plan(
     plan: Plan | str | os.PathLike[str] | None,
     keywords: BatchKeywords,
     plugin: LSDPPlugin,
-    placement: ModelPlacement | Mapping[str, Any] | None = None,
+    placement: ModelPlacement | Mapping[str, Any] | str | None = None,
 ) -> tuple[Plan, LSDPPlugin]:
     """The plan and the options of this process: keyword, then plan, then environment, then default.
 
@@ -47,6 +51,7 @@ def resolve_plan(
         keywords: batch sizes given instead of, or beside, ``plan``.
         plugin: the user's options.
         placement: given instead of, or beside, that of the plan; a mapping is read as the section of a plan.
+            ``"auto"``: the run finds it itself when its model is prepared, and the plan has none before.
 
     Returns:
         The plan, and the options with every field filled in.
@@ -55,6 +60,9 @@ def resolve_plan(
         PlanError: a plan that cannot be read or is malformed.
         ValueError: keywords that contradict each other or the plan.
     """
+    finds_placement = isinstance(placement, str)
+    if finds_placement and placement != AUTO:
+        raise ValueError(f"found placement={placement!r}, expected the section of a plan, or {AUTO!r}")
     if isinstance(placement, Mapping):
         with located("placement"):
             placement = ModelPlacement.read(dict(placement))
@@ -64,22 +72,40 @@ def resolve_plan(
         plan = Plan.from_environment()
     if plan is None:
         options = plugin.resolve()
-        if (
-            placement is not None
-            and plugin.strategy is None
-            and not os.environ.get(variable_of("strategy"), "").strip()
-        ):
+        if finds_placement and options.strategy is not Strategy.OSDP and _strategy_was_given(plugin):
+            raise ValueError(
+                f'found strategy "{options.strategy}" with placement={AUTO!r}, expected "{Strategy.OSDP}", the one'
+                " strategy whose blocks differ; leave the strategy out"
+            )
+        if placement is not None and not _strategy_was_given(plugin):
             options.strategy = Strategy.OSDP  # the one strategy that has placements
         placed_by = ("strategy", "communication_dtype", "powersgd_rank", "powersgd_warmup_steps", "intra_node")
+        placement = None if finds_placement else placement
         said = {name: getattr(options, name) for name in placed_by}
         if keywords.batch_sizes is None or isinstance(keywords.batch_sizes, str):
             plan = Plan.equal(**said, placement=placement)
         else:
             plan = Plan.from_batch_sizes(keywords.batch_sizes, **said, placement=placement)
+    elif finds_placement:
+        _require_open_placement(plan)
     elif placement is not None:
         plan = _with_placement(plan, placement)
     plan = _apply_batch_keywords(plan, keywords)
     return plan, plugin.resolve(plan)
+
+
+def _strategy_was_given(plugin: LSDPPlugin) -> bool:
+    return plugin.strategy is not None or bool(os.environ.get(variable_of("strategy"), "").strip())
+
+
+def _require_open_placement(plan: Plan) -> None:
+    """Raises ValueError if a plan leaves nothing to place."""
+    if plan.placement is not None or plan.strategy is not Strategy.OSDP:
+        found = f"the placement {plan.placement}" if plan.placement is not None else f'strategy "{plan.strategy}"'
+        raise ValueError(
+            f"placement={AUTO!r} was given as a keyword, but the plan says {found}; leave the keyword out, or give a"
+            f' plan of strategy "{Strategy.OSDP}" without a placement'
+        )
 
 
 def _with_placement(plan: Plan, placement: ModelPlacement) -> Plan:

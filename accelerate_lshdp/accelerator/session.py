@@ -23,7 +23,8 @@ from accelerate_lshdp.data.batch_tracker import BatchTracker
 from accelerate_lshdp.data.cut import GlobalBatchCut
 from accelerate_lshdp.data.script_total import script_total
 from accelerate_lshdp.data.yielded_batches import TrackedBatch
-from accelerate_lshdp.documents.plan import Plan, Strategy
+from accelerate_lshdp.documents.placement import ModelPlacement
+from accelerate_lshdp.documents.plan import Batch, Plan, Strategy
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.placement import Placement
@@ -53,13 +54,15 @@ class Session:
         unmodified: whether the script asked for accelerate's own class, and knows nothing of a plan.
         keeps_total: whether such a script is meant for the plan's total all the same.
         split_batches: whether the batch size of the script's loaders is that of all ranks together.
+        finds_placement: whether the run places the blocks of its model itself, when that is prepared.
 
     Raises:
         RuntimeError: on all ranks, if what they were told differs between them or does not fit the nodes.
 
     Attributes:
         plan: with the batch sizes that are in force.
-        plan_digest: of the plan as all ranks were told it, whatever the run finds later.
+        plan_digest: of the plan as all ranks were told it, with the placement, and whatever sizes the run finds later.
+        finds_placement: whether the blocks of the model have no place yet.
         policies: what the strategy means on these nodes.
         total: how many samples global batches have.
         sizing: finds the batch sizes; None: they are fixed.
@@ -94,7 +97,10 @@ class Session:
         unmodified: bool,
         keeps_total: bool,
         split_batches: bool,
+        finds_placement: bool = False,
     ) -> None:
+        self.finds_placement = finds_placement
+        self._most_samples: int | None = None
         self.rank = rank
         self.world_size = world_size
         self.device = device
@@ -115,22 +121,11 @@ class Session:
         clock = WaitClock()
         counts = [steps for _, steps in self.plan.micro_batches or ()]
         self.exchange = StepExchange(rank, world_size, clock, counts if len(set(counts)) > 1 else None)
+        self._clock = clock
         self.timer = StepTimer(device, clock)
         self.tracker = BatchTracker()
         self.losses = LossShares(options, self.exchange, divided=world_size > 1 or self.plan.has_accumulation)
-        self.engine = Engine(
-            Placement(
-                self.policies,
-                self.topology,
-                device=device,
-                clock=clock,
-                communication=options.communication,
-                units=options.units,
-                placement=self.plan.placement,
-                prefetch=options.prefetch,
-                bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
-            )
-        )
+        self.engine = self._make_engine()
         self.attachments = Attachments()
         self.was_freed = False
         self.optimizers: Sequence[Any] = ()
@@ -142,6 +137,42 @@ class Session:
         self.completed_steps = 0
         self.samples_seen = 0
         self._evaluation_depth = 0
+
+    def _make_engine(self) -> Engine:
+        options = self.options
+        return Engine(
+            Placement(
+                self.policies,
+                self.topology,
+                device=self.device,
+                clock=self._clock,
+                communication=options.communication,
+                units=options.units,
+                placement=self.plan.placement,
+                prefetch=options.prefetch,
+                bucket_bytes=None if options.bucket_megabytes is None else int(options.bucket_megabytes * 1e6),
+            )
+        )
+
+    def place(self, placement: ModelPlacement, batch: Batch | None, most_samples: int, mixed_precision: str) -> None:
+        """Takes the placement that the run has found, before any model is prepared (collective).
+
+        Args:
+            placement: the same on all ranks.
+            batch: the sizes that go with it. None: they stay.
+            most_samples: the largest micro-batch of this rank that its memory has room for with this placement.
+            mixed_precision: of the accelerator.
+        """
+        self.plan = self.plan.with_placement(placement)
+        if batch is not None:
+            self.plan = self.plan.with_batch(batch)
+        self._most_samples = most_samples
+        self._fit_to_nodes(mixed_precision)
+        if self.plan.leaves_total_open:
+            self.sizing = None  # as in the beginning
+        self.plan_digest = self.plan.digest()
+        self.engine = self._make_engine()
+        self.finds_placement = False
 
     def _fit_to_nodes(self, mixed_precision: str) -> None:
         """Resolves what the plan means on these nodes, or raises on all ranks (collective)."""
@@ -157,7 +188,7 @@ class Session:
             plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.world_size)
             plan.check(self.world_size, self.policies.shard_groups, self.topology.node_sizes)
             if plan.automatic is not None:
-                self.sizing = AutomaticSizes(plan, self.device)
+                self.sizing = AutomaticSizes(plan, self.device, self._most_samples)
             if not self.plan.leaves_total_open:
                 self.plan = plan
         except (ValueError, RuntimeError) as found:
@@ -259,7 +290,7 @@ class Session:
         if not self.plan.leaves_total_open:
             return
         self.plan = self.plan.with_total(equal_sizes(self.plan, total, self.world_size))
-        self.sizing = AutomaticSizes(self.plan, self.device)
+        self.sizing = AutomaticSizes(self.plan, self.device, self._most_samples)
         self.sizing.join(self.training_passes)
         self.total.settle()
         logger.info(f"global batches have {total} samples, the script's; the run finds how to divide them")

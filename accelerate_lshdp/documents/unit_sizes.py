@@ -71,12 +71,14 @@ class ModelUnits(Record):
         working_bytes: bytes of one sample's largest activation, twice: its gradient, and the one that this is computed
             from, exist beside it for a moment.
         mixed_precision: of the forward that was measured: "no", "bf16" or "fp16".
+        parameter_bytes: bytes of a parameter as the model keeps it, on average.
     """
 
     units: tuple[MeasuredUnit, ...] = entry(several(record(MeasuredUnit)))
     root: MeasuredUnit = entry(record(MeasuredUnit))
     working_bytes: float = entry(number())
     mixed_precision: str = entry(choice(PRECISIONS), default="no")
+    parameter_bytes: float = entry(number(positive=True), default=4.0)
 
     def _check_together(self) -> None:
         if self.root.modules != ("",):

@@ -55,6 +55,7 @@ def measure_units(
     *,
     block_names: Sequence[str] | None = None,
     mixed_precision: str = "no",
+    parameter_bytes: float | None = None,
 ) -> tuple[ModelUnits, float]:
     """Measures all units of a model in forwards of two batches.
 
@@ -65,6 +66,7 @@ def measure_units(
         loss_of: makes a forward and returns what a backward begins with.
         block_names: as for `choose_units`.
         mixed_precision: in which `loss_of` computes.
+        parameter_bytes: of a parameter between steps. None: as the model has them here.
 
     Returns:
         The sizes of all units, and the operations of one sample's forward and backward.
@@ -98,7 +100,11 @@ def measure_units(
     rest = (parameter for parameter in model.parameters() if id(parameter) not in inside)
     # Twice: the gradient of the largest activation, and the gradient that this one is computed from.
     working = 2 * max(0, many.largest - few.largest) / more
-    return ModelUnits(units, measured(_ROOT, ("",), rest), working, mixed_precision), all_operations / samples[0]
+    if parameter_bytes is None:
+        everything = list(model.parameters())
+        parameter_bytes = sum(p.nbytes for p in everything) / max(1, sum(p.numel() for p in everything))
+    root = measured(_ROOT, ("",), rest)
+    return ModelUnits(units, root, working, mixed_precision, parameter_bytes), all_operations / samples[0]
 
 
 @dataclass(slots=True)

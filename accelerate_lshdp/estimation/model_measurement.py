@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.engine.unit_measurement import measure_units
 from accelerate_lshdp.estimation.model_sources import model_class_of
-from accelerate_lshdp.planning.cost.memory import ModelCounts
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts
 
 
 if TYPE_CHECKING:
@@ -89,7 +89,14 @@ def measure_config(
             raise ValueError(f"{kind.__name__} cannot be built from this configuration: {error}") from error
         inputs = [_inputs(config, model, samples, sequence_length, _DTYPES[mixed_precision]) for samples in (1, 2)]
         try:
-            units, flops = measure_units(model, inputs, (1, 2), output_loss, mixed_precision=mixed_precision)
+            units, flops = measure_units(
+                model,
+                inputs,
+                (1, 2),
+                output_loss,
+                mixed_precision=mixed_precision,
+                parameter_bytes=STATE_BYTES[mixed_precision].parameter,  # here it has those of its forward
+            )
         except Exception as error:
             raise ValueError(f"{kind.__name__} cannot be run on fake tensors: {error}") from error
     return MeasuredModel(f"{kind.__name__}, {_describe(inputs[0])}", units, _matrices(model), flops)

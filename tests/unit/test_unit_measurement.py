@@ -15,6 +15,7 @@ from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, 
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.engine.unit_measurement import measure_units
 from accelerate_lshdp.estimation.model_measurement import measure_config
+from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
 from accelerate_lshdp.planning.placement.inputs import ModelSizes
 
 
@@ -123,9 +124,9 @@ class Tied(nn.Module):
         return self.head(values)
 
 
-def measured_by_hand() -> ModelUnits:
-    model = Tied()
-    batches = [torch.ones(samples, 4) for samples in (1, 3)]
+def measured_by_hand(dtype: torch.dtype = torch.float32) -> ModelUnits:
+    model = Tied().to(dtype)
+    batches = [torch.ones(samples, 4, dtype=dtype) for samples in (1, 3)]
     return measure_units(model, batches, (1, 3), lambda model, batch: model(batch).sum())[0]
 
 
@@ -142,6 +143,15 @@ def test_tied_frozen_and_unused_blocks() -> None:
     assert tied.flops == 2 * frozen.flops == 2 * 2 * 16
     assert units.root.modules == ("",) and units.root.parameters == 5
     assert ModelUnits.read(units.to_dict()) == units
+
+
+def test_states_have_the_type_of_the_parameters() -> None:
+    single, double = ModelSizes.of(measured_by_hand()), ModelSizes.of(measured_by_hand(torch.float64))
+    assert single.state_bytes == StateBytes() and double.state_bytes == StateBytes(8, 8, 16, 8, 8)
+    assert double.units[0].activation_bytes == 2 * single.units[0].activation_bytes
+    # In half precision the parameters that are kept stay as they are.
+    half = measure_config(vit(1), mixed_precision="bf16").units
+    assert ModelSizes.of(half).state_bytes == STATE_BYTES["bf16"]
 
 
 def test_a_placement_names_all_modules_of_a_unit() -> None:

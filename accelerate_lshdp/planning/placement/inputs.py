@@ -85,7 +85,7 @@ class ModelSizes:
             tuple(map(UnitSize.of, model.units)),
             UnitSize.of(model.root),
             model.working_bytes,
-            STATE_BYTES[model.mixed_precision],
+            _state_bytes(model),
         )
 
     @property
@@ -102,6 +102,21 @@ class ModelSizes:
     def flops(self) -> float:
         """Operations of one sample's forward."""
         return sum(unit.flops for unit in self.everything)
+
+
+def _state_bytes(model: ModelUnits) -> StateBytes:
+    """The engine's bytes of a parameter in each role, for models whose parameters are not in fp32, too."""
+    each = STATE_BYTES[model.mixed_precision]
+    ratio = model.parameter_bytes / each.parameter
+    # Gradients and Adam's moments have the type of the parameter; autocast computes in its own.
+    whole = model.mixed_precision == "no"
+    return StateBytes(
+        each.parameter * ratio,
+        each.gradient * ratio,
+        each.optimizer * ratio,
+        each.gathered * (ratio if whole else 1),
+        each.unreduced * (ratio if whole else 1),
+    )
 
 
 @dataclass(frozen=True, slots=True)

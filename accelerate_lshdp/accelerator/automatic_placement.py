@@ -1,0 +1,300 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""``placement="auto"``: when a model is prepared, what is needed is measured, and its blocks are placed by it.
+
+Nothing was measured before, and training has not begun. So sizes of blocks come from forwards without content on the
+first samples of the data set, limits from the memory that is free, links from a few messages, and speeds from a few
+products of matrices. Random numbers and the order of the data stay as they are. All ranks get one placement, planned
+from what all of them measured.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate_lshdp.accelerator.session import Session
+from accelerate_lshdp.data.random_numbers import kept_random_numbers
+from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
+from accelerate_lshdp.documents.plan import Batch, RankBatch
+from accelerate_lshdp.documents.profile_sections import Network
+from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.planning import PlanningError
+from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
+from accelerate_lshdp.planning.placement.links import measured_links
+from accelerate_lshdp.planning.placement.result import PlacementResult
+from accelerate_lshdp.planning.placement.totals import place_sizes, plan_trainable
+from accelerate_lshdp.profiling.memory import meter_of, process_bytes
+from accelerate_lshdp.profiling.network import measure_network
+from accelerate_lshdp.profiling.rates import Rates, measure_rates
+from accelerate_lshdp.profiling.subject import Samples
+from accelerate_lshdp.profiling.unit_sizes import UnitsUnknown, measure_on_fakes
+from accelerate_lshdp.runtime.object_exchange import all_objects
+from accelerate_lshdp.runtime.option_advice import option_advice
+
+
+logger = get_logger(__name__)
+
+#: Samples of the batch that is followed; of more, the longest one is rarely longer.
+_SAMPLES = 8
+#: The part of free memory that may be used; the rest is for fragments, and for what grows later.
+_USABLE = 0.9
+#: Seconds for messages, and bytes of the largest one.
+_NETWORK_SECONDS, _LARGEST_MESSAGE = 1.0, 2**22
+#: Of a sample's forward, forward and backward take three times.
+_FORWARDS = 3
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_ADVICE = (
+    "Give placement={...} as in the section of a plan, or make a plan: `accelerate-lshdp profile`, then"
+    " `accelerate-lshdp plan --placement auto`"
+)
+
+
+class _Process(Protocol):
+    """What of an accelerator is used here."""
+
+    device: torch.device
+    mixed_precision: str
+
+    def autocast(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFacts:
+    """What one rank measured: bytes that it may use and that its process needs, and its rates."""
+
+    memory_limit: int
+    process_bytes: int
+    rates: Rates
+
+
+def place_model(session: Session, process: _Process, prepared: Sequence[Any], loaders: Sequence[Any]) -> None:
+    """Plans where the blocks of the model go that is about to be prepared, and tells the session (collective).
+
+    Args:
+        session: whose plan leaves the placement to the run.
+        process: device and precision.
+        prepared: the arguments of `prepare`.
+        loaders: training loaders that were prepared before.
+
+    Raises:
+        RuntimeError: on all ranks, if something cannot be known, or nothing fits; of one rank alone the error itself.
+    """
+    models = [thing for thing in prepared if isinstance(thing, nn.Module) and _trains(thing)]
+    if not models:
+        return
+    error: Exception | None = None
+    units = facts = None
+    try:
+        _require_format(session.options.communication_dtype)
+        model, loader = _the_only(models), _training_loader([*prepared, *loaders])
+        facts = _measure_rank(session, process, model)
+        if session.rank == 0:
+            units = _measure_units(session, process, model, loader)
+    except (ValueError, RuntimeError) as found:
+        error = found
+    session.raise_everywhere(error)
+    network = _measure_network(session)
+    everyone = all_objects((facts, units))
+    try:
+        # The same on all ranks: from what all measured, by the same code.
+        result, batch = _plan(session, [rank for rank, _ in everyone], everyone[0][1], network, loader)
+    except (ValueError, PlanningError) as found:
+        error = ValueError(f'placement="auto": {found}')
+    session.raise_everywhere(error)
+    units = everyone[0][1]
+    placement = units.with_all_modules(result.placement)
+    session.check_agreement(repr((placement, batch)), "the placement of the model's blocks")
+    most = _largest_micro_batch(ModelSizes.of(units), result, session.rank)
+    session.place(placement, batch, most, process.mixed_precision)
+    logger.info(f"placement, {result.predicted.step_seconds:.3g} s a step (predicted): {placement}")
+
+
+def _largest_micro_batch(model: ModelSizes, result: PlacementResult, rank: int) -> int:
+    """The largest micro-batch of a rank that its limit has room for: memory is linear in the samples."""
+    kept, recomputed = model.working_bytes, [0.0]
+    for unit in model.everything:
+        again = result.placement.of(unit.name).checkpoint
+        kept += unit.input_bytes if again else unit.activation_bytes
+        recomputed += [unit.activation_bytes] * again
+    predicted = result.predicted
+    room = predicted.memory_limit_bytes[rank] - predicted.memory_bytes[rank]
+    size = result.micro_batches[rank][0]
+    return size + int(room // max(1.0, kept + max(recomputed)))
+
+
+def _trains(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _require_format(dtype: str) -> None:
+    if WIRE_FORMATS[dtype].between_nodes_only:
+        raise ValueError(
+            f'found communication_dtype={dtype!r} with placement="auto", expected a format that blocks of all ranks'
+            f" can have, too: which blocks these are is planned. Give"
+            f" {option_advice('communication_dtype', 'fp32')}, or 'bf16'"
+        )
+
+
+def _the_only(models: Sequence[nn.Module]) -> nn.Module:
+    if len(models) > 1:
+        raise ValueError(
+            f'found {len(models)} models with placement="auto", expected one: their blocks share the memory. {_ADVICE}'
+        )
+    return models[0]
+
+
+def _training_loader(things: Sequence[Any]) -> DataLoader:
+    """The first loader of the script: by it the model is measured."""
+    loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
+    if loader is None:
+        raise ValueError(
+            'found a model without a loader with placement="auto", expected the training loader in the same'
+            f" `prepare`, or before: samples say what blocks keep. {_ADVICE}"
+        )
+    source = getattr(loader, "_source", loader)  # of a prepared one
+    if isinstance(source.dataset, IterableDataset):
+        raise ValueError(
+            f'found a stream of samples with placement="auto", expected a data set with an index: to measure with the'
+            f" samples of a stream would use them up. {_ADVICE}"
+        )
+    return source
+
+
+def _measure_rank(session: Session, process: _Process, model: nn.Module) -> _RankFacts:
+    meter = meter_of(process.device)
+    if meter is None:
+        raise ValueError(f"found the device {process.device}, expected one whose memory is known. {_ADVICE}")
+    needed = process_bytes(meter, model, process.device)
+    local = session.topology.node_sizes[session.topology.node]
+    limit = int(meter.default_limit(local) * _USABLE)
+    return _RankFacts(limit, needed, measure_rates(process.device, _DTYPES[process.mixed_precision]))
+
+
+def _measure_units(session: Session, process: _Process, model: nn.Module, loader: DataLoader) -> ModelUnits:
+    # Data sets may draw random numbers for their samples.
+    with kept_random_numbers(process.device):
+        samples = Samples(loader)
+        count = samples.available(_SAMPLES)
+        if not count:
+            raise ValueError('found no sample in the data set, expected some, by which placement="auto" measures')
+        batches = [samples.repeated(count, times) for times in (1, 2)]
+    try:
+        return measure_on_fakes(
+            model,
+            batches,
+            (count, 2 * count),
+            stand_in_loss,
+            device=process.device,
+            mixed_precision=process.mixed_precision,
+            autocast=process.autocast,
+            block_names=session.options.units,
+        )
+    except UnitsUnknown as error:
+        raise ValueError(
+            f'found a model whose blocks cannot be measured for placement="auto": {error}. {_ADVICE}'
+        ) from (error)
+
+
+def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """What a backward begins with: the model's own loss, or a stand-in that keeps as much as the script's.
+
+    A model takes those entries of a mapping that its forward names, or else the first one, as it does of a list.
+    """
+    named = _named_inputs(model, batch) if isinstance(batch, Mapping) else {}
+    if named:
+        output = model(**named)
+    else:
+        values = list(batch.values()) if isinstance(batch, Mapping) else batch
+        output = model(values[0] if isinstance(values, (list, tuple)) else values)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    # A cross-entropy keeps logarithms of probabilities, as many as there are outputs.
+    return sum(torch.log_softmax(values, -1).sum() for values in _float_tensors(output))
+
+
+def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a batch that a model's forward has parameters for."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return dict(batch)
+    return {name: value for name, value in batch.items() if name in parameters}
+
+
+def _float_tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() and output.requires_grad:
+            yield output
+        return
+    for value in output.values() if isinstance(output, Mapping) else output:
+        if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+            yield from _float_tensors(value)
+
+
+def _measure_network(session: Session) -> Network | None:
+    if session.world_size == 1:
+        return None
+    return measure_network(session.topology, session.device, [_LARGEST_MESSAGE], _NETWORK_SECONDS)
+
+
+def _plan(
+    session: Session, ranks: Sequence[_RankFacts], units: ModelUnits, network: Network | None, loader: DataLoader
+) -> tuple[PlacementResult, Batch | None]:
+    """The placement, and the batch sizes that go with it; None: those that the plan or the loader has.
+
+    Raises:
+        PlanningError: nothing fits, or the total cannot be cut.
+        ValueError: nothing says how many samples a micro-batch has.
+    """
+    model, nodes = ModelSizes.of(units), session.topology.node_sizes
+    plan = session.plan
+    fixed = plan.micro_batches if plan.automatic is None else None
+    if fixed is None and plan.total_batch_size is None:
+        if loader.batch_size is None:
+            raise ValueError(
+                "found a loader without a batch size and a plan without one, expected either: memory depends on it."
+                ' Give batch_sizes=..., or batch_sizes="auto" with total_batch_size=...'
+            )
+        fixed = [(loader.batch_size, 1)] * session.world_size
+    largest = max(size for size, _ in fixed) if fixed is not None else plan.total_batch_size
+    sample = [_FORWARDS * max(model.flops, 1.0) / rank.rates.flops for rank in ranks]
+    points = (1, largest) if largest > 1 else (1,)
+    profiles = tuple(
+        RankProfile(
+            TimeCurve(points, [size * seconds for size in points]),
+            largest,
+            fixed_seconds=rank.rates.optimizer_seconds(model.trainable),
+        )
+        for seconds, rank in zip(sample, ranks, strict=True)
+    )
+    link, inside = measured_links(network, nodes)
+    cluster = PlacementCluster(
+        tuple(nodes),
+        profiles,
+        tuple(rank.memory_limit for rank in ranks),
+        link,
+        inside,
+        process_bytes=max(rank.process_bytes for rank in ranks),
+        streams=session.device.type != "cpu",
+    )
+    if fixed is not None:
+        return place_sizes(model, cluster, fixed), None
+    try:
+        # What a micro-batch takes beside its samples is not known, so there is one where memory has room for it.
+        result = plan_trainable(model, cluster, total_batch_size=plan.total_batch_size, most_steps=1)
+    except PlanningError:
+        # One process weights its losses as if it never accumulated: that was settled when it began.
+        if session.world_size == 1:
+            raise
+        result = plan_trainable(model, cluster, total_batch_size=plan.total_batch_size)
+    sizes = enumerate(result.micro_batches)
+    return result, Batch(tuple(RankBatch(rank, size, steps) for rank, (size, steps) in sizes))
