@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Starts the ranks of a training whose memory is measured, each in a memory control group of its own."""
+"""Starts the ranks of a training whose memory is measured, in memory control groups: one a node, one a rank in it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 from laboratory.emulated_cluster.cgroups import ControlGroup
 
 
-LONGEST_SECONDS = 300.0
 #: Of a core, for each group: memory is measured here, not speed.
 _AMPLE_CORES = 64.0
+_AMPLE_BYTES = 2**40
+_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class RankRun:
     Args:
         base: bytes of the process before the model.
         marks: the most bytes above `base` in each part of the training.
+        node_peak: the most bytes of the rank's node above those before the model.
     """
 
     base: int
     marks: dict[str, int]
+    node_peak: int
 
     @property
     def peak(self) -> int:
@@ -42,48 +46,53 @@ class RankRun:
 
 
 class Killed(Exception):
-    """The kernel has ended ranks that exceeded their limit.
+    """The kernel has ended a rank of a node that exceeded its limit.
 
     Args:
-        ranks: their numbers.
+        job: index of the job that was trained.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"the kernel has ended rank {', '.join(map(str, ranks))}: beyond the memory limit")
-        self.ranks = list(ranks)
+    def __init__(self, job: int) -> None:
+        super().__init__(f"the kernel has ended a rank in job {job}: its node took more than its limit")
+        self.job = job
 
 
 def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[RankRun]]:
     """Trains some jobs one after the other, in processes of their own; returns what each rank took, job by job.
 
     Args:
-        jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each rank may take above
+        jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each node may take above
             its base, or None.
         nodes: ranks on each node.
 
     Raises:
-        Killed: a rank took more than it was allowed.
+        Killed: a node took more than it was allowed.
         RuntimeError: a rank failed; it says how.
     """
     places = [(node, local) for node, ranks in enumerate(nodes) for local in range(ranks)]
     port = _free_port()
     with contextlib.ExitStack() as stack:
-        ranks, outputs, groups = [], [], []
+        groups = [
+            stack.enter_context(ControlGroup(f"memory{node}", _AMPLE_CORES, memory_bytes=_AMPLE_BYTES)).paths[-1]
+            for node in range(len(nodes))
+        ]
+        ranks, outputs = [], []
         for rank, (node, local) in enumerate(places):
-            group = stack.enter_context(ControlGroup(f"memory{rank}", _AMPLE_CORES, memory_bytes=2**40))
-            groups.append(group.paths[-1])
+            own = groups[node] / f"rank{local}"
+            own.mkdir()
+            stack.callback(_remove, own)
             outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             process = subprocess.Popen(
                 # The shell joins the group before Python starts, so that nothing of it is counted elsewhere.
                 [
                     "/bin/sh",
                     "-c",
-                    f'echo $$ > "{group.paths[-1]}/cgroup.procs" && exec "$0" "$@"',
+                    f'echo $$ > "{own}/cgroup.procs" && exec "$0" "$@"',
                     sys.executable,
                     "-m",
                     "memory_runs.rank",
                     json.dumps(list(jobs)),
-                    str(group.paths[-1]),
+                    str(own),
                 ],
                 env=_environment(rank, local, node, nodes, port),
                 stdout=subprocess.PIPE,
@@ -110,9 +119,10 @@ def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str
             with contextlib.suppress(subprocess.TimeoutExpired):
                 printed[rank] = waiting[rank].communicate(timeout=0.2)[0]
                 del waiting[rank]
-        killed = [rank for rank, group in enumerate(groups) if _kills(group)]
-        if killed:
-            raise Killed(killed)
+        if any(map(_kills, groups)):
+            # What a rank has printed was trained; the job after it was not.
+            outputs = [printed[rank] or _drained(process) for rank, process in enumerate(ranks)]
+            raise Killed(min(len(text.splitlines()) for text in outputs))
         if any(process.returncode for process in ranks):
             break
     return printed
@@ -124,7 +134,24 @@ def _kills(group: Path) -> int:
         name, _, count = line.partition(" ")
         if name == "oom_kill":
             return int(count)
-    return 0
+    raise OSError(f"found no oom_kill in {group}/memory.oom_control, expected the kernel's count")
+
+
+def _drained(process: subprocess.Popen) -> str:
+    process.kill()
+    return process.communicate()[0]
+
+
+def _remove(group: Path) -> None:
+    """Removes a rank's group when its process is gone."""
+    deadline = time.monotonic() + _END_SECONDS
+    while True:
+        try:
+            return group.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _end(process: subprocess.Popen) -> None:
