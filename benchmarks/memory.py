@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memory_runs.launch import RankRun, train
+from memory_runs.launch import NodeRun, train
 from memory_runs.prediction import uniform
 
 from accelerate_lshdp import Plan
@@ -55,19 +55,18 @@ class NodeRow:
 
 
 def node_rows(
-    strategy: str, nodes: Sequence[int], runs: Sequence[RankRun], memory: Sequence[RankMemory]
+    strategy: str, nodes: Sequence[int], runs: Sequence[NodeRun], memory: Sequence[RankMemory]
 ) -> list[NodeRow]:
     """One row for each node."""
     rows = []
     for node, size in enumerate(nodes):
-        first = sum(nodes[:node])
-        own = memory[first : first + size]
+        own = memory[sum(nodes[:node]) :][:size]
         rows.append(
             NodeRow(
                 strategy,
                 node,
-                sum(run.base for run in runs[first : first + size]),
-                runs[first].node_peak,
+                runs[node].base,
+                runs[node].peak,
                 {term: sum(getattr(rank, term) for rank in own) for term in TERMS},
                 sum(rank.total_bytes for rank in own),
             )

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Starts the ranks of a training whose memory is measured, in memory control groups: one a node, one a rank in it."""
+"""Starts the ranks of a training whose memory is measured, in a memory control group for each node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,27 +21,19 @@ from laboratory.emulated_cluster.cgroups import ControlGroup
 #: Of a core, for each group: memory is measured here, not speed.
 _AMPLE_CORES = 64.0
 _AMPLE_BYTES = 2**40
-_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """The bytes that one rank took, above those that its process had before the model.
+class NodeRun:
+    """The bytes that the ranks of a node took.
 
     Args:
-        base: bytes of the process before the model.
-        marks: the most bytes above `base` in each part of the training.
-        node_peak: the most bytes of the rank's node above those before the model.
+        base: bytes of their processes before the model.
+        peak: the most bytes above `base`.
     """
 
     base: int
-    marks: dict[str, int]
-    node_peak: int
-
-    @property
-    def peak(self) -> int:
-        """The most bytes above `base`."""
-        return max(self.marks.values())
+    peak: int
 
 
 class Killed(Exception):
@@ -57,8 +48,8 @@ class Killed(Exception):
         self.job = job
 
 
-def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[RankRun]]:
-    """Trains some jobs one after the other, in processes of their own; returns what each rank took, job by job.
+def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[NodeRun]]:
+    """Trains some jobs one after the other, in processes of their own; returns what each node took, job by job.
 
     Args:
         jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each node may take above
@@ -78,21 +69,18 @@ def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[Ran
         ]
         ranks, outputs = [], []
         for rank, (node, local) in enumerate(places):
-            own = groups[node] / f"rank{local}"
-            own.mkdir()
-            stack.callback(_remove, own)
             outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             process = subprocess.Popen(
                 # The shell joins the group before Python starts, so that nothing of it is counted elsewhere.
                 [
                     "/bin/sh",
                     "-c",
-                    f'echo $$ > "{own}/cgroup.procs" && exec "$0" "$@"',
+                    f'echo $$ > "{groups[node]}/cgroup.procs" && exec "$0" "$@"',
                     sys.executable,
                     "-m",
                     "memory_runs.rank",
                     json.dumps(list(jobs)),
-                    str(own),
+                    str(groups[node]),
                 ],
                 env=_environment(rank, local, node, nodes, port),
                 stdout=subprocess.PIPE,
@@ -106,8 +94,9 @@ def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[Ran
         if failed:
             outputs[failed[0]].seek(0)
             raise RuntimeError(f"rank {failed[0]} failed: {outputs[failed[0]].read()[-2000:]}")
-    by_rank = [[RankRun(**json.loads(line)) for line in text.splitlines()] for text in printed]
-    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    firsts = [sum(nodes[:node]) for node in range(len(nodes))]
+    by_node = [[NodeRun(**json.loads(line)) for line in printed[first].splitlines()] for first in firsts]
+    return [list(runs) for runs in zip(*by_node, strict=True)]
 
 
 def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str]:
@@ -130,28 +119,13 @@ def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str
 
 def _kills(group: Path) -> int:
     """How many processes of a group the kernel has ended because the group was full."""
-    for line in (group / "memory.oom_control").read_text().splitlines():
-        name, _, count = line.partition(" ")
-        if name == "oom_kill":
-            return int(count)
-    raise OSError(f"found no oom_kill in {group}/memory.oom_control, expected the kernel's count")
+    lines = (group / "memory.oom_control").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def _drained(process: subprocess.Popen) -> str:
     process.kill()
     return process.communicate()[0]
-
-
-def _remove(group: Path) -> None:
-    """Removes a rank's group when its process is gone."""
-    deadline = time.monotonic() + _END_SECONDS
-    while True:
-        try:
-            return group.rmdir()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -50,7 +50,17 @@ def placed(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[i
     """The bytes of each rank under a plan that says of each unit how it is kept."""
     batch = plan.batch.ranks
     micro_batches = [rank.micro_batch_size for rank in batch]
-    cluster = PlacementCluster(
+    steps = max(rank.accumulation_steps for rank in batch)
+    problem = pose_placement(model_sizes(**sizes), cluster_of(nodes), micro_batches, steps)
+    by_rank: dict[int, int] = {}
+    for row, needed in zip(problem.rows, problem.memory(_counts(problem, plan)), strict=True):
+        by_rank.update(dict.fromkeys(row.ranks, needed))
+    return [by_rank[rank] for rank in range(sum(nodes))]
+
+
+def cluster_of(nodes: Sequence[int]) -> PlacementCluster:
+    """CPU nodes without limits; the seconds are of no meaning."""
+    return PlacementCluster(
         tuple(nodes),
         (RankProfile(TimeCurve((1, _LARGEST), (1.0, float(_LARGEST))), _LARGEST),) * sum(nodes),
         (2**40,) * sum(nodes),
@@ -58,13 +68,6 @@ def placed(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[i
         LinkCost(1e-5, 1e-10),
         streams=False,
     )
-    problem = pose_placement(
-        model_sizes(**sizes), cluster, micro_batches, max(rank.accumulation_steps for rank in batch)
-    )
-    by_rank: dict[int, int] = {}
-    for row, needed in zip(problem.rows, problem.memory(_counts(problem, plan)), strict=True):
-        by_rank.update(dict.fromkeys(row.ranks, needed))
-    return [by_rank[rank] for rank in range(sum(nodes))]
 
 
 def _counts(problem: PlacementProblem, plan: Plan) -> list[list[int]]:

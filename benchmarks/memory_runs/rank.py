@@ -1,8 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""One rank of some short trainings: prints for each the bytes of the process before it, and those that it took.
+"""One rank of some short trainings: prints for each the bytes of its node before it, and the most that it took.
 
 The driver starts it (`memory_runs.launch`) with what is to be trained, and with the folder of the control group that
-the rank is alone in; the ranks of its node are in the one around it. The kernel counts the bytes of both.
+the ranks of its node are in. The kernel counts the group's bytes.
 """
 
 from __future__ import annotations
@@ -59,40 +59,26 @@ class Group:
         (self._folder / f"memory.{what}_in_bytes").write_text(text)
 
 
-def train(accelerator: LSHDPAccelerator, sizes: dict[str, Any], steps: int, group: Group, base: int) -> dict[str, int]:
-    """Trains a new model for some steps; returns the most bytes above `base` in each part of it."""
-    marks: dict[str, int] = {}
-
-    def note(part: str) -> None:
-        marks[part] = max(marks.get(part, 0), group.peak() - base)
-        group.restart()
-
-    group.restart()
+def train(accelerator: LSHDPAccelerator, sizes: dict[str, Any], steps: int) -> None:
+    """Trains a new model for some steps."""
     model = Transformer(**sizes)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = batch(sizes, _SAMPLES)["input_ids"]
     loader = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    note("start")
     done = 0
     while done < steps:
         for inputs in loader:
             with accelerator.accumulate(model):
-                loss = model(**inputs).loss
-                note("forward")
-                accelerator.backward(loss)
-                note("backward")
-                del loss
+                accelerator.backward(model(**inputs).loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                note("optimizer")
                 done += accelerator.sync_gradients
             if done >= steps:
                 break
     accelerator.free_memory()
-    return marks
 
 
 def give_back() -> None:
@@ -104,28 +90,28 @@ def give_back() -> None:
 def main() -> None:
     """Trains the jobs of the argument one after the other; prints a line for each."""
     jobs, group = json.loads(sys.argv[1]), Group(Path(sys.argv[2]))
-    node = Group(Path(sys.argv[2]).parent)
     torch.set_num_threads(1)
     for number, job in enumerate(jobs):
         torch.manual_seed(number)
         accelerator = LSHDPAccelerator(plan=Plan.from_dict(job["plan"]), cpu=True)
-        is_first = accelerator.topology.local_rank == 0
         # The same model, but tiny: code, process groups and threads that a training needs belong to the process.
-        train(accelerator, {**job["model"], **_TINY}, 2, group, 0)
+        train(accelerator, {**job["model"], **_TINY}, 2)
         give_back()
         accelerator.wait_for_everyone()
-        base, node_base = group.now(), node.now()
-        if is_first:
-            node.restart()
+        base = group.now()
+        # All ranks of the node have read it; then one of them sets the limit, which holds when all go on.
+        accelerator.wait_for_everyone()
+        if accelerator.topology.local_rank == 0:
+            group.restart()
             if job.get("allowed") is not None:
-                node.limit(node_base + job["allowed"][accelerator.topology.node])
+                group.limit(base + job["allowed"][accelerator.topology.node])
         accelerator.wait_for_everyone()
-        marks = train(accelerator, job["model"], job["steps"], group, base)
+        train(accelerator, job["model"], job["steps"])
         accelerator.wait_for_everyone()
-        print(json.dumps({"base": base, "marks": marks, "node_peak": node.peak() - node_base}), flush=True)
+        print(json.dumps({"base": base, "peak": group.peak() - base}), flush=True)
         accelerator.wait_for_everyone()
-        if is_first:
-            node.limit(None)
+        if accelerator.topology.local_rank == 0:
+            group.limit(None)
         give_back()
     accelerator.end_training()  # of all: it ends the process group
 

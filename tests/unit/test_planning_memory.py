@@ -107,3 +107,5 @@ def test_on_hosts_messages_count_and_gathered_copies_go() -> None:
     zero2 = one("zero2", COUNTS, (2, 2), computes_on_hosts=True)
     assert (zero2.gathered, zero2.unreduced) == (4 * 1000 - 0.9 * zero2.gradients, fsdp.unreduced)
     assert one("fsdp", COUNTS, (2, 2), accumulates=True, computes_on_hosts=True).unreduced == 4 * (900 + 400 + 100)
+    offloaded = one("fsdp_offload", COUNTS, (2, 2), computes_on_hosts=True)
+    assert offloaded.unreduced == fsdp.unreduced + offloaded.gradients

@@ -191,6 +191,8 @@ def rank_memory(
             gathered, unreduced = _of_units(
                 traits, counts, each, accumulates, gradients if computes_on_hosts else None
             )
+            if computes_on_hosts and traits.is_offloaded:
+                unreduced += gradients  # FSDP2 copies them to the host, also from there, and keeps both until the step
         memory.append(
             RankMemory(
                 parameters=whole / share,
@@ -224,7 +226,7 @@ def leaves_holes(unit_bytes: float) -> bool:
     Args:
         unit_bytes: of the largest unit.
     """
-    return unit_bytes < LARGEST_KEPT_BLOCK
+    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # a unit has two matrices at least, one in and one out
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
