@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Starts the ranks of a training whose memory is measured, each in a memory control group of its own."""
+"""Starts the ranks of a training whose memory is measured, in a memory control group for each node."""
 
 from __future__ import annotations
 
@@ -18,72 +18,69 @@ from typing import Any
 from laboratory.emulated_cluster.cgroups import ControlGroup
 
 
-LONGEST_SECONDS = 300.0
 #: Of a core, for each group: memory is measured here, not speed.
 _AMPLE_CORES = 64.0
+_AMPLE_BYTES = 2**40
 
 
 @dataclass(frozen=True)
-class RankRun:
-    """The bytes that one rank took, above those that its process had before the model.
+class NodeRun:
+    """The bytes that the ranks of a node took.
 
     Args:
-        base: bytes of the process before the model.
-        marks: the most bytes above `base` in each part of the training.
+        base: bytes of their processes before the model.
+        peak: the most bytes above `base`.
     """
 
     base: int
-    marks: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """The most bytes above `base`."""
-        return max(self.marks.values())
+    peak: int
 
 
 class Killed(Exception):
-    """The kernel has ended ranks that exceeded their limit.
+    """The kernel has ended a rank of a node that exceeded its limit.
 
     Args:
-        ranks: their numbers.
+        job: index of the job that was trained.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"the kernel has ended rank {', '.join(map(str, ranks))}: beyond the memory limit")
-        self.ranks = list(ranks)
+    def __init__(self, job: int) -> None:
+        super().__init__(f"the kernel has ended a rank in job {job}: its node took more than its limit")
+        self.job = job
 
 
-def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[RankRun]]:
-    """Trains some jobs one after the other, in processes of their own; returns what each rank took, job by job.
+def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[NodeRun]]:
+    """Trains some jobs one after the other, in processes of their own; returns what each node took, job by job.
 
     Args:
-        jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each rank may take above
+        jobs: `plan`, `model` and `steps` each, as JSON values; and `allowed`, the bytes that each node may take above
             its base, or None.
         nodes: ranks on each node.
 
     Raises:
-        Killed: a rank took more than it was allowed.
+        Killed: a node took more than it was allowed.
         RuntimeError: a rank failed; it says how.
     """
     places = [(node, local) for node, ranks in enumerate(nodes) for local in range(ranks)]
     port = _free_port()
     with contextlib.ExitStack() as stack:
-        ranks, outputs, groups = [], [], []
+        groups = [
+            stack.enter_context(ControlGroup(f"memory{node}", _AMPLE_CORES, memory_bytes=_AMPLE_BYTES)).paths[-1]
+            for node in range(len(nodes))
+        ]
+        ranks, outputs = [], []
         for rank, (node, local) in enumerate(places):
-            group = stack.enter_context(ControlGroup(f"memory{rank}", _AMPLE_CORES, memory_bytes=2**40))
-            groups.append(group.paths[-1])
             outputs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
             process = subprocess.Popen(
                 # The shell joins the group before Python starts, so that nothing of it is counted elsewhere.
                 [
                     "/bin/sh",
                     "-c",
-                    f'echo $$ > "{group.paths[-1]}/cgroup.procs" && exec "$0" "$@"',
+                    f'echo $$ > "{groups[node]}/cgroup.procs" && exec "$0" "$@"',
                     sys.executable,
                     "-m",
                     "memory_runs.rank",
                     json.dumps(list(jobs)),
-                    str(group.paths[-1]),
+                    str(groups[node]),
                 ],
                 env=_environment(rank, local, node, nodes, port),
                 stdout=subprocess.PIPE,
@@ -97,8 +94,9 @@ def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[Ran
         if failed:
             outputs[failed[0]].seek(0)
             raise RuntimeError(f"rank {failed[0]} failed: {outputs[failed[0]].read()[-2000:]}")
-    by_rank = [[RankRun(**json.loads(line)) for line in text.splitlines()] for text in printed]
-    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+    firsts = [sum(nodes[:node]) for node in range(len(nodes))]
+    by_node = [[NodeRun(**json.loads(line)) for line in printed[first].splitlines()] for first in firsts]
+    return [list(runs) for runs in zip(*by_node, strict=True)]
 
 
 def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str]:
@@ -110,9 +108,10 @@ def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str
             with contextlib.suppress(subprocess.TimeoutExpired):
                 printed[rank] = waiting[rank].communicate(timeout=0.2)[0]
                 del waiting[rank]
-        killed = [rank for rank, group in enumerate(groups) if _kills(group)]
-        if killed:
-            raise Killed(killed)
+        if any(map(_kills, groups)):
+            # What a rank has printed was trained; the job after it was not.
+            outputs = [printed[rank] or _drained(process) for rank, process in enumerate(ranks)]
+            raise Killed(min(len(text.splitlines()) for text in outputs))
         if any(process.returncode for process in ranks):
             break
     return printed
@@ -120,11 +119,13 @@ def _wait(ranks: Sequence[subprocess.Popen], groups: Sequence[Path]) -> list[str
 
 def _kills(group: Path) -> int:
     """How many processes of a group the kernel has ended because the group was full."""
-    for line in (group / "memory.oom_control").read_text().splitlines():
-        name, _, count = line.partition(" ")
-        if name == "oom_kill":
-            return int(count)
-    return 0
+    lines = (group / "memory.oom_control").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def _drained(process: subprocess.Popen) -> str:
+    process.kill()
+    return process.communicate()[0]
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -48,14 +48,13 @@ def test_who_shares_a_copy() -> None:
 
 
 def test_what_is_gathered_beside_it() -> None:
-    # The root and the two largest units in fp32; the gradients of the largest, twice, and of the root.
+    # The root and the two largest units in fp32, and the gradients of the largest and of the root.
     fsdp, zero2 = one("fsdp", COUNTS, (2, 2)), one("zero2", COUNTS, (2, 2))
-    assert (fsdp.gathered, fsdp.unreduced) == (4 * (100 + 400 + 300), 4 * (2 * 400 + 100))
-    # All units are gathered when no gradient is there, and none when all are.
-    assert (zero2.gathered, zero2.unreduced) == (4 * 1000 - zero2.gradients, fsdp.unreduced)
+    assert (fsdp.gathered, fsdp.unreduced) == (4 * (100 + 400 + 300), 4 * (400 + 100))
+    assert (zero2.gathered, zero2.unreduced) == (4 * 1000, 4 * (400 + 100))
     assert (one("ddp", COUNTS, (2, 2)).gathered, one("ddp", COUNTS, (2, 2)).unreduced) == (0, 0)
     # Whole gradients are kept while micro-batches are accumulated, but not inside a node, where they are reduced.
-    assert one("fsdp", COUNTS, (2, 2), accumulates=True).unreduced == 4 * (900 + 400 + 100)
+    assert one("fsdp", COUNTS, (2, 2), accumulates=True).unreduced == 4 * (900 + 100)
     assert one("lsdp", COUNTS, (2, 2), accumulates=True).unreduced == one("lsdp", COUNTS, (2, 2)).unreduced
     half = STATE_BYTES["bf16"]
     assert one("fsdp", COUNTS, (2, 2), state_bytes=half).gathered == fsdp.gathered / 2
@@ -103,3 +102,14 @@ def test_hosts_that_compute_map_one_copy_a_node() -> None:
     counts = ModelCounts(10**7, 10**7, (10**6,) * 10)
     (small,) = rank_memory("fsdp", counts, (2,), activation_bytes=1e7, computes_on_hosts=True)
     assert small.heap == LARGEST_KEPT_END + small.gathered + small.unreduced + 1e7
+
+
+def test_on_hosts_messages_count_and_gathered_copies_go() -> None:
+    fsdp = one("fsdp", COUNTS, (2, 2), computes_on_hosts=True)
+    assert fsdp.unreduced == 4 * (2 * 400 + 100)
+    # All units (0.9 of the model) are gathered when no gradient is there, and none when all are.
+    zero2 = one("zero2", COUNTS, (2, 2), computes_on_hosts=True)
+    assert (zero2.gathered, zero2.unreduced) == (4 * 1000 - 0.9 * zero2.gradients, fsdp.unreduced)
+    assert one("fsdp", COUNTS, (2, 2), accumulates=True, computes_on_hosts=True).unreduced == 4 * (900 + 400 + 100)
+    offloaded = one("fsdp_offload", COUNTS, (2, 2), computes_on_hosts=True)
+    assert offloaded.unreduced == fsdp.unreduced + offloaded.gradients

@@ -3,13 +3,13 @@
 
 With P parameters and Adam, a rank that holds everything keeps P * (parameter + gradient + optimizer) bytes: 16 * P, in
 fp32 as 4 + 4 + 8, in ZeRO's mixed precision as 2 + 2 + 12. Where n ranks share one copy, each keeps 1/n of that, and
-beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), the gradient
-of one unit before it is reduced, and the message in which that of the unit before it has travelled. Activations come
-on top.
+beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), and the
+gradient of one unit before it is reduced. Activations come on top.
 
-Where ranks compute in host memory, the ranks of a node map one copy of what they share, and nothing is gathered inside
-a node. Two terms come in there: gradients that wait for the ranks of the node that add theirs first, and what the C
-library keeps of freed blocks (`runtime.cpu_memory`). `benchmarks/memory.py` compares all of it with real processes.
+Where ranks compute in host memory, more is counted, and compared with real processes by `benchmarks/memory.py`: the
+ranks of a node map one copy of what they share, and gather nothing inside it; gradients wait for the ranks of the node
+that add theirs first; the message of the last unit's gradients stays until the next one's; and the C library keeps
+freed blocks (`runtime.cpu_memory`). On devices these are within what estimates leave free.
 """
 
 from __future__ import annotations
@@ -188,7 +188,11 @@ def rank_memory(
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered
             unreduced = waiting_bytes(counts.trainable * each.gradient, len(nodes)) if share > 1 else 0.0
         else:
-            gathered, unreduced = _of_units(traits, counts, each, gradients, accumulates)
+            gathered, unreduced = _of_units(
+                traits, counts, each, accumulates, gradients if computes_on_hosts else None
+            )
+            if computes_on_hosts and traits.is_offloaded:
+                unreduced += gradients  # FSDP2 copies them to the host, also from there, and keeps both until the step
         memory.append(
             RankMemory(
                 parameters=whole / share,
@@ -222,7 +226,7 @@ def leaves_holes(unit_bytes: float) -> bool:
     Args:
         unit_bytes: of the largest unit.
     """
-    return unit_bytes < LARGEST_KEPT_BLOCK
+    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # a unit has two matrices at least, one in and one out
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
@@ -237,23 +241,30 @@ def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
 
 
 def _of_units(
-    traits: StrategyTraits, counts: ModelCounts, each: StateBytes, gradients: float, accumulates: bool
+    traits: StrategyTraits, counts: ModelCounts, each: StateBytes, accumulates: bool, gradients: float | None
 ) -> tuple[float, float]:
-    """Bytes of gathered parameters, and of gradients before they are reduced, where units are gathered."""
+    """Bytes of gathered parameters, and of gradients before they are reduced, where units are gathered.
+
+    Args:
+        gradients: bytes of those that the optimizer reads, where ranks compute in host memory; else None.
+    """
     # The two largest units may be neighbours: an upper bound that needs no order.
     largest = sorted(counts.units, reverse=True)
+    on_hosts, one = gradients is not None, sum(largest[:1])
     if traits.gathered is Gathered.EACH_PASS:
         gathered = (counts.root + sum(largest[:2])) * each.gathered
         is_kept = accumulates and traits.shared_by is SharedBy.WORLD
     else:
-        # Kept from the forward on: all parameters stay until the backward has used them, and the gradients that the
-        # optimizer reads come as they go.
-        gathered, is_kept = max(0.0, counts.parameters * each.gathered - gradients), accumulates
-    # Gradients of the unit that is computed, and the message of the unit before it, which FSDP2 keeps until the next
-    # one. What is in no unit is reduced last, when units have nothing any more but the message of the last one.
-    of_units = max(2 * sum(largest[:1]), counts.root)
-    unreduced = (counts.trainable + sum(largest[:1]) if is_kept else of_units) + counts.root
-    return gathered, unreduced * each.unreduced
+        # Kept from the forward on: all parameters stay until the backward has used them. On hosts the memory of a unit
+        # goes to the gradients that the optimizer reads; what is in no unit goes last.
+        come = (gradients or 0.0) * sum(counts.units) / counts.parameters
+        gathered, is_kept = max(0.0, counts.parameters * each.gathered - come), accumulates
+    # On hosts the gradients of a unit, and the message of the unit before it, which FSDP2 keeps until the next one.
+    # What is in no unit is reduced last, when units have nothing any more but that message.
+    of_units = max(2 * one, counts.root) if on_hosts else one
+    if is_kept:
+        of_units = counts.trainable + one * on_hosts
+    return gathered, (of_units + counts.root) * each.unreduced
 
 
 def _starting(traits: StrategyTraits, whole: float, gradients: float, share: int) -> float:

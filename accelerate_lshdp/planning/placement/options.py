@@ -105,7 +105,7 @@ def _rows(
             cluster.process_bytes
             + (LARGEST_KEPT_END if cluster.computes_on_hosts else 0)
             + math.ceil(samples * model.working_bytes),
-            (2, 2, samples),
+            (2, 2 if cluster.computes_on_hosts else 1, samples),
             tuple(own),
         )
         for (_, samples, limit), own in ranks.items()

@@ -13,13 +13,13 @@ step). Sends of a phase are added up as if all links were one: an upper bound, w
 
 Ranks with the same share, limit and micro-batch have one row k of memory:
 
-    fixed_k  +  sum_u memory_uk  +  2 max_u gathered_u  +  2 max_u unreduced_u  +  samples_k max_u recomputed_u
+    fixed_k  +  sum_u memory_uk  +  2 max_u gathered_u  +  m max_u unreduced_u  +  samples_k max_u recomputed_u
              <=  limit_k
 
 One unit is computed while the next one is gathered, so two are gathered at a time, of which neither is larger than
-the largest: the row never says less than is needed. Then come the gradient of one unit before it is reduced, the
-message of the unit before it, and what one unit recomputes for its backward. What is needed throughout is in
-memory_uk, what no option changes in fixed_k.
+the largest: the row never says less than is needed. Then come the gradient of one unit before it is reduced (m = 1;
+where ranks compute in host memory m = 2, with the message of the unit before it), and what one unit recomputes for its
+backward. What is needed throughout is in memory_uk, what no option changes in fixed_k.
 
 Times are whole nanoseconds and sizes whole bytes, both rounded up: sums of them are exact, also in float64 (2^53 ns
 are 104 days), and certificates are checked in integers.

@@ -140,8 +140,9 @@ class UnitCosts:
             elif is_root:
                 needed += gathered + unreduced
             else:
-                # Gradients of the optimizer come as gathered copies go.
-                needed += max(0.0, gathered - gradients / self.cluster.world) if store is UnitStore.WORLD_KEPT else 0.0
+                # On hosts gradients of the optimizer come as gathered copies go.
+                come = gradients / self.cluster.world if self.cluster.computes_on_hosts else 0.0
+                needed += max(0.0, gathered - come) if store is UnitStore.WORLD_KEPT else 0.0
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
                 needed += unreduced if accumulates and store.strategy.is_world_sharded and slices == 1 else 0.0
             kept[size] = needed
@@ -171,13 +172,14 @@ class UnitCosts:
         return shard + (0.0 if store.strategy.is_world_sharded else unit.trainable * each.gradient / share)
 
     def _unreduced(self, store: UnitStore, gradients: float, is_whole: bool, is_root: bool) -> float:
-        """Half of a unit's bytes of `Peak.UNREDUCED`: its gradients, of which there is a message, too."""
+        """Bytes of a unit's `Peak.UNREDUCED`, which on hosts counts twice: gradients, and the message of them."""
         if is_root and not is_whole:
-            return gradients / 2  # its own are counted throughout
+            # Its gradients are counted throughout, so it is the message alone.
+            return gradients / 2 if self.cluster.computes_on_hosts else 0.0
         if not is_whole:
             return gradients
         if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
-            return 0.0
+            return 0.0  # they are in their buckets at once
         # Of all units of the store together: as if it had all of the model, so that it counts once.
         everything = self.model.trainable * self.model.state_bytes.gradient
         return waiting_bytes(everything, len(self.cluster.nodes)) / 2
