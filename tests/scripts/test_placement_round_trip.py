@@ -86,6 +86,7 @@ def command(folder: Path, *words: str):
     return launch(["-m", "accelerate_lshdp.cli.main", *words], 0, cwd=folder, env={"ACCELERATE_USE_CPU": None})
 
 
+@pytest.mark.slow
 def test_a_profiled_model_is_placed_verified_and_trained_exactly(folder: Path) -> None:
     done = command(folder, "profile", "--nodes", "2", "--cpu", "--seconds", "6", "--max-batch", "4", "blocks.py")
     assert done.returncode == 0, done.stderr

@@ -27,12 +27,12 @@ def share(strategy: str, placement: ModelPlacement | None = None, model: PlacedM
 
 
 def test_memory_is_counted_as_a_share_of_what_lsdp_counts() -> None:
-    # Of 16 bytes for each parameter a rank has a half; of two blocks it gathers a copy, and has the whole gradient of
-    # one and the message of the one before; of what is in no unit a copy and the whole gradient.
-    lsdp = 2 * 85 * BYTES + 4 * 7 * BYTES + 2 * BYTES
+    # Of 16 bytes for each parameter a rank has a half; of two blocks it gathers a copy, of one it has the whole
+    # gradient; of what is in no unit both.
+    lsdp = 2 * 85 * BYTES + 3 * 7 * BYTES + 2 * BYTES
     assert share("lsdp") == share("group_sharding") == share("lshdp") == 1.0
-    assert share("fsdp") == share("fsdp_offload") == pytest.approx((85 + 4 * 7 + 2) * BYTES / lsdp)
-    assert share("zero1") == share("zero2") == pytest.approx((85 + 84 - 21 + 2 * 7 + 2) * BYTES / lsdp)
+    assert share("fsdp") == share("fsdp_offload") == pytest.approx((85 + 3 * 7 + 2) * BYTES / lsdp)
+    assert share("zero1") == share("zero2") == pytest.approx((85 + 84 + 7 + 2) * BYTES / lsdp)
     assert share("ddp") == pytest.approx(4 * 85 * BYTES / lsdp)
     assert share("osdp") == share("group_sharding")
     assert share("torch_fsdp") is None
@@ -54,10 +54,10 @@ def plan(limit: float, sizes: tuple[int, ...] = (4, 4, 4, 4), steps: int = 1) ->
     return MODEL.plan(limit, [(size, steps) for size in sizes], [profile] * 4, link, inside, streams=False)
 
 
-@pytest.mark.parametrize("limit", [0.65, 0.75, 0.9])
+@pytest.mark.parametrize("limit", [0.6, 0.75, 0.9])
 def test_planned_placements_use_the_memory_that_they_are_given(limit: float) -> None:
     placement = plan(limit)
-    block = 7 * BYTES / (2 * 85 * BYTES + 4 * 7 * BYTES + 2 * BYTES)  # what a node's copy of one counts more
+    block = 7 * BYTES / (2 * 85 * BYTES + 3 * 7 * BYTES + 2 * BYTES)  # what a node's copy of one counts more
     assert limit - block < share("osdp", placement) <= limit
     stores = [placement.of(name).store for name in NAMES]
     beside = [store for store in stores if store in (UnitStore.NODE, UnitStore.REPLICATE)]
