@@ -44,7 +44,9 @@ def batch_of(*indices: int) -> dict[str, torch.Tensor]:
     return collate([Points()[index] for index in range(*indices)])
 
 
-def start(sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, megabytes: float = 0.0002, **loading):
+def start(
+    sizes: tuple = (2, 1), dataset: Dataset | None = None, optimizer_class=None, megabytes: float = 0.0002, **loading
+):
     """An accelerator, and a model, an optimizer and a loader prepared by it."""
     accelerator = LSHDPAccelerator(
         plan=Plan.from_batch_sizes(sizes, strategy="lsdp"),
