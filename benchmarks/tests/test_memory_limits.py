@@ -19,7 +19,7 @@ needs_groups = pytest.mark.skipif(
 
 @needs_groups
 def test_what_was_predicted_is_enough():
-    jobs = [random_job(seed, (2,), blocks=3) for seed in (1, 4, 6)]
+    jobs = [random_job(seed, (2,), blocks=3) for seed in (1, 6)]
     assert len(train(jobs, (2,))) == len(jobs)
 
 

@@ -192,7 +192,8 @@ def rank_memory(
                 traits, counts, each, accumulates, gradients if computes_on_hosts else None
             )
             if computes_on_hosts and traits.is_offloaded:
-                unreduced += gradients  # FSDP2 copies them to the host, also from there, and keeps both until the step
+                # FSDP2 copies them out of the messages, also where these are in host memory. As much again was taken.
+                unreduced += gradients
         memory.append(
             RankMemory(
                 parameters=whole / share,
