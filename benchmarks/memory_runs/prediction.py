@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accelerate_lshdp import Plan
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.network import LinkCost
-from accelerate_lshdp.estimation.model_measurement import saved_bytes
+from accelerate_lshdp.engine.unit_measurement import saved_bytes
+from accelerate_lshdp.estimation.model_measurement import output_loss
 from accelerate_lshdp.planning.cost.memory import ModelCounts, RankMemory, rank_memory
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.options import pose_placement
@@ -101,6 +102,6 @@ def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> tuple[int
         saved = []
         for samples in (1, 2):
             ids = torch.zeros(samples, tokens, dtype=torch.long)
-            saved.append(saved_bytes(model, {"input_ids": ids, "labels": ids}))
+            saved.append(saved_bytes(model, {"input_ids": ids, "labels": ids}, output_loss))
     one, two = saved
     return sum(p.numel() for p in model.parameters()), two.total - one.total, two.largest - one.largest
