@@ -201,7 +201,7 @@ def _measure_units(session: Session, process: _Process, model: nn.Module, loader
     except UnitsUnknown as error:
         raise ValueError(
             f'found a model whose blocks cannot be measured for placement="auto": {error}. {_ADVICE}'
-        ) from (error)
+        ) from error
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:

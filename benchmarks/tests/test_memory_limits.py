@@ -24,6 +24,7 @@ def test_what_was_predicted_is_enough():
 
 
 @needs_groups
+@pytest.mark.slow
 def test_less_than_what_is_taken_is_not_enough():
     job = random_job(1, (1, 1), blocks=3)
     ((first, second),) = train([{**job, "allowed": None}], (1, 1))

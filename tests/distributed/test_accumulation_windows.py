@@ -162,7 +162,7 @@ WRAPPED = [
     ("module", "ddp", (1, 1)),
     ("object", "ddp", (1, 1)),
 ]
-WRAPPED += [("compiled", "lsdp", (2,)), ("compiled", "fsdp", (2,))]
+WRAPPED += [("compiled", "lsdp", (2,)), pytest.param("compiled", "fsdp", (2,), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("how", "strategy", "nodes"), WRAPPED)

@@ -107,7 +107,8 @@ def two_loaders(automatic: bool, short_first: bool) -> tuple:
     return result(accelerator, model)
 
 
-@pytest.mark.parametrize("short_first", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("short_first", [False, True])
 def test_a_loader_that_begins_anew_beside_another_has_the_same_sizes(workers, short_first):
     adapted_and_exact(*both(workers, two_loaders, short_first))
 

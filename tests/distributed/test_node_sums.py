@@ -227,6 +227,7 @@ def fail_beside_sharded_units() -> None:
     accelerator.backward(loss)
 
 
+@pytest.mark.slow  # the rank that failed waits 30 s for the others to fail, too
 def test_ranks_of_a_node_do_not_wait_for_one_whose_backward_failed_beside_sharded_units(workers):
     errors = workers(2).run(fail_beside_sharded_units, nodes=(2,), timeout=40, expect_failure=True)
     assert "a backward failed on rank 1 and not on the others" in errors[1].message

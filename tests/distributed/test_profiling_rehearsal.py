@@ -207,7 +207,8 @@ def measured_load(strategy: str) -> tuple[float, int, float]:
     return rank.communication_load_seconds, len(profile.bucket_bytes), planned.communication_load_seconds
 
 
-@pytest.mark.parametrize("strategy", ["lsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["lsdp", "ddp"])
 def test_time_that_sending_takes_from_computing_is_found(workers, strategy):
     for load, buckets, planned in workers(2).run(measured_load, strategy, nodes=(1, 1), timeout=TIMEOUT_SECONDS):
         assert 0.7 * buckets * BUSY_SECONDS < load < 3 * buckets * BUSY_SECONDS

@@ -219,7 +219,8 @@ def buckets_of(strategy: str) -> tuple[list[int], list[int]]:
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "lsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
 def test_a_profile_of_two_nodes(workers, strategy: str) -> None:
     (document, phases), (other_document, _) = workers(2).run(profile_with_progress, strategy, 3, nodes=(1, 1))
     assert document == other_document

@@ -213,7 +213,7 @@ OTHER_PLANS = [
     ("first", "second"),
     # By default those that leave and reach whole, node-shared, world-sharded and mixed models.
     [
-        pytest.param(*pair, marks=pytest.mark.slow if place in (0, 3, 4, 7) else [])
+        pytest.param(*pair, marks=pytest.mark.slow if place in (0, 3, 4, 6, 7) else [])
         for place, pair in enumerate(OTHER_PLANS)
     ],
 )

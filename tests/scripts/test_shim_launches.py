@@ -118,7 +118,8 @@ def check_facts(stdout: str, folder: Path, argv: list[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["lsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["lsdp", "zero1"])
 def test_accelerate_launch(folder: Path, strategy: str) -> None:
     Plan.from_batch_sizes(SIZES, strategy=strategy).save(folder / "plan.json")
     script = os.path.join("project", "train.py")

@@ -20,6 +20,7 @@ from accelerate_lshdp import Plan
 from accelerate_lshdp.cli.main import main, make_parser
 from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
 from accelerate_lshdp.estimation.model_measurement import MeasuredModel
+from accelerate_lshdp.planning import PlanningError
 
 
 CLUSTER = """\
@@ -107,10 +108,13 @@ def words_of(kind: str, file: Path) -> list[str]:
 
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands stop where they have read everything; a model is not measured again for every file."""
+    """Commands stop where they have read everything; a model is not measured and placed again for every file."""
 
     def stop(*_: object, **__: object) -> None:
         raise _ReadWell
+
+    def unplaced(*_: object, **__: object) -> None:
+        raise PlanningError("nothing is placed here")
 
     units = tuple(MeasuredUnit((f"h.{place}",), 9 * 10**6, 9 * 10**6, 5e6, 1e6, 2e9) for place in range(10))
     root = MeasuredUnit(("",), 10**7, 10**7, 0, 0, 0)
@@ -121,6 +125,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("laboratory.bench.run_benchmark", stop)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_measurement.measure_config", lambda *_, **__: measured)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_sources.load_config", lambda *_: None)
+    monkeypatch.setattr("accelerate_lshdp.estimation.estimates.plan_trainable", unplaced)
 
 
 def what_went_wrong(words: list[str], file: Path, errors: Callable[[], str]) -> str | None:
