@@ -94,7 +94,10 @@ def place_sizes(
 
 
 def trainable_choices(model: ModelSizes, cluster: PlacementCluster) -> Iterator[Choice]:
-    """Choices among stores that the engine can mix: in half precision, whole and sharded ones compute differently."""
+    """Choices among stores whose units compute alike: in half precision whole ones use autocast, sharded ones do not.
+
+    The engine can mix them; a plan does not, so that all blocks of a model round in the same way.
+    """
     if model.state_bytes.gathered == model.state_bytes.parameter:
         yield Choice()
         return
