@@ -375,7 +375,9 @@ def test_stream_with_workers_takes_new_sizes_at_the_next_pass(persistent: bool):
 
 
 @pytest.mark.parametrize(
-    ("data", "options"), [(range(61), {"num_workers": 1}), (range(61), {}), (Stream(61), {})], ids=str
+    ("data", "options"),
+    [(range(61), {"num_workers": 1}), (range(61), {}), (Stream(61), {})],
+    ids=["loader process", "map", "stream"],
 )
 def test_a_pass_resumes_after_a_switch_under_any_sizes(data: Any, options: dict):
     def loaders(sizes: list) -> list[HeterogeneousDataLoader]:
