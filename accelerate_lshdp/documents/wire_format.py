@@ -17,6 +17,8 @@ class WireFormat:
     Args:
         wire_share: bytes on the wire for each byte of a gradient in fp32; None: they depend on the parameters' shapes.
         kept_share: bytes that a rank keeps for each byte of its gradient in fp32: copies that travel, and errors.
+        kept_owner_share: bytes that it keeps for each byte of the part of the gradient whose sum it makes for all, which
+            is divided by the number of ranks.
         conversion_seconds: CPU seconds on one core for compressing and decompressing a byte of fp32, for estimates.
             Assumed, not measured.
         remembers: whether a rank keeps what it has left out of a step for the next ones (error feedback).
@@ -36,14 +38,31 @@ class WireFormat:
     is_added: bool = True
     merges_buckets: bool = False
     options: tuple[str, ...] = ()
+    kept_owner_share: float = 0.0
 
+    def kept_bytes(self, gradient_bytes: float, ranks: int) -> float:
+        """Bytes that a rank keeps beside its gradient.
+
+        Args:
+            gradient_bytes: of the gradient in fp32.
+            ranks: those that reduce it. One alone sends nothing, and keeps nothing.
+        """
+        if ranks == 1:
+            return 0.0
+        return gradient_bytes * (self.kept_share + self.kept_owner_share / ranks)
+
+
+#: Bytes of int8 for each byte of fp32: integers, and one scale of 4 bytes for each block of 1024 values.
+_INT8_SHARE = 0.25 * (1 + 4 / 1024)
 
 WIRE_FORMATS: dict[str, WireFormat] = {
     "fp32": WireFormat(wire_share=1.0, kept_share=0.0, conversion_seconds=0.0),
     "bf16": WireFormat(wire_share=0.5, kept_share=0.5, conversion_seconds=0.3e-9),
     "int8": WireFormat(
-        wire_share=0.25 * (1 + 4 / 1024),  # one scale of 4 bytes for each block of 1024 values
-        kept_share=1.5,
+        wire_share=_INT8_SHARE,
+        # Errors in fp32 and the messages to and from the owners; the same of the part that the rank owns, sent once.
+        kept_share=1 + 2 * _INT8_SHARE,
+        kept_owner_share=1 + _INT8_SHARE,
         conversion_seconds=0.8e-9,
         remembers=True,
         between_nodes_only=True,

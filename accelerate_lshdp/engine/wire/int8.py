@@ -9,7 +9,7 @@ descent"; Karimireddy et al., 2019, "Error feedback fixes SignSGD"; server-side 
 their processors.
 
 Every rank sends 2 (N - 1) / N * (n + 4 n / 1024) bytes for n elements. Blocks have up to 1024 elements, of equal size
-in a buffer. The memory kept is 4 n bytes of errors, and 2 n bytes of messages.
+in a buffer. The memory kept is 4 n + 4 n / N bytes of errors, and 2 n + n / N bytes of messages.
 
 On a CPU a step costs passes over memory, so all passes over a few blocks are done while these are in the cache.
 """

@@ -180,7 +180,7 @@ def rank_memory(
         else:
             # Each shard, and each bucket that a node has summed, is compressed by one rank of the node.
             compressed = counts.trainable * each.gradient / ranks
-            communication = compressed * WIRE_FORMATS[communication_dtype].kept_share * (len(nodes) > 1)
+            communication = WIRE_FORMATS[communication_dtype].kept_bytes(compressed, len(nodes))
         if traits.shared_by is SharedBy.NOBODY and traits.is_plain:
             communication += gradients  # DDP's buckets beside .grad
         if traits.shared_by is SharedBy.NOBODY or is_mapped:
