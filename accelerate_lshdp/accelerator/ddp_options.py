@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.runtime.option_advice import option_advice
 
 
@@ -28,7 +29,7 @@ def refuse_ddp_options(handlers: list[object] | None) -> None:
             found = ", ".join(f"{name}={getattr(handler, name)}" for name in given)
             raise ValueError(
                 f"DistributedDataParallelKwargs({found}) is a hook of torch's DDP, which is not used here; choose how "
-                f"gradients travel (bf16, int8 or powersgd) by {option_advice('communication_dtype')}"
+                f"gradients travel ({', '.join(WIRE_FORMATS)}) by {option_advice('communication_dtype')}"
             )
 
 

@@ -73,8 +73,8 @@ class LSDPPlugin:
     for example ``LSDP_STRATEGY=fsdp``), then takes its default.
 
     Args:
-        strategy: where parameters live: ``ddp``, ``zero2``, ``fsdp``, ``fsdp_offload``, ``group_sharding``, ``lsdp``
-            (default) or ``osdp``, as the plan's placement says for each unit. ``zero1`` is carried out as ``zero2``.
+        strategy: where parameters live, by a name of `documents.strategy.Strategy`; default ``lsdp``. With ``osdp``
+            the plan's placement says it for each unit.
         mixed_precision: ``no``, ``bf16`` (gradients are still reduced in fp32) or ``fp16`` (CUDA). Default: the
             accelerator's.
         units: class names or module names of the modules that are gathered and reduced together. Default: the model's
@@ -83,9 +83,8 @@ class LSDPPlugin:
             but ``zero2`` do.
         prefetch: number of units gathered ahead of the computation, on devices with streams. Default 1.
         pin_memory: whether host memory of offloaded parameters is pinned. Default: on devices other than the CPU.
-        communication_dtype: how gradients travel between nodes: ``fp32`` (exact; default), ``bf16`` (half the bytes),
-            ``int8`` (a quarter) or ``powersgd`` (matrices of low rank: a few percent). The last two keep what they did
-            not send for the next step, and are for ``ddp``, ``group_sharding`` and ``lsdp``.
+        communication_dtype: how gradients travel between nodes, by a name of `documents.wire_format.WIRE_FORMATS`:
+            ``fp32`` (exact; default), or one that sends fewer bytes.
         powersgd_rank: of the matrices that stand for gradients under ``powersgd``. Default 8.
         powersgd_warmup_steps: exact steps at the start of a run with ``powersgd``. Default 10.
         intra_node: how the ranks of a node share parameters and gradients under ``lsdp`` and ``group_sharding``, and

@@ -9,6 +9,7 @@ import torch
 from accelerate.logging import get_logger
 
 from accelerate_lshdp.accelerator.session import Session
+from accelerate_lshdp.data.cut import count_batches
 
 
 logger = get_logger(__name__)
@@ -31,15 +32,18 @@ def warn_of_schedule(session: Session, prepared: Sequence[Any], accumulation_ste
             logger.warning_once(
                 f"the loader's batch_size {size} x {ranks} ranks is not the plan's global batch of {planned}. The "
                 f"scheduler is stepped {ranks} times an optimizer step, so its length should be {ranks} x the "
-                f"number of optimizer steps{_schedule_of_an_epoch(loader, planned * accumulation_steps, ranks)}"
+                f"number of optimizer steps{_schedule_of_an_epoch(loader, planned, accumulation_steps, ranks)}"
             )
 
 
-def _schedule_of_an_epoch(loader: torch.utils.data.DataLoader, samples_of_step: int, ranks: int) -> str:
+def _schedule_of_an_epoch(
+    loader: torch.utils.data.DataLoader, total_batch_size: int, accumulation_steps: int, ranks: int
+) -> str:
     """In numbers, where the length of the data is known."""
     try:
         samples = len(loader.dataset)
     except TypeError:
         return ""
-    steps = -(-samples // samples_of_step)
+    batches = count_batches(samples, total_batch_size, loader.drop_last)
+    steps = -(-batches // accumulation_steps)
     return f": an epoch has {steps}, so {ranks * steps} of the schedule"

@@ -310,8 +310,9 @@ def _read_units(section: Mapping[str, Any], strategy: str, path: str) -> dict[st
     kept_as = Case(strategy).engine_strategy
     if checkpoint and (kept_as is None or uniform_placement(kept_as, checkpoint=True) is None):
         raise PlanError(
-            f'found checkpoint with strategy "{strategy}", expected one that keeps units in a store: plain PyTorch has'
-            " none, and a placement says itself which units recompute. Remove it.",
+            f'found checkpoint with strategy "{strategy}", expected one that a store of single units stands for:'
+            " plain PyTorch and strategies that offload FSDP2 have none, and a placement says itself which units"
+            " recompute. Remove it.",
             path=f"{path}.checkpoint",
         )
     return {"placement": placement, "memory_limit": limit, "checkpoint": checkpoint}

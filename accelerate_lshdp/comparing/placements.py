@@ -36,6 +36,19 @@ _SAME_AS = {
 _BYTES = 4  # of a parameter in fp32, in which benchmarks train
 
 
+def _placement_like(strategy: Strategy) -> ModelPlacement | None:
+    """The placement that shares and gathers as a strategy does, on device or host; None: no store of units does."""
+    if strategy.traits.is_per_unit:
+        return ModelPlacement()  # without a placement it is what its default is
+    wanted = strategy.traits.shared_by, strategy.traits.gathered
+    for other in (strategy, *Strategy):
+        if (other.traits.shared_by, other.traits.gathered) == wanted:
+            placement = uniform_placement(other, checkpoint=False)
+            if placement is not None:
+                return placement
+    return None
+
+
 @dataclass(frozen=True)
 class PlacedModel:
     """A model whose units are placed on some nodes.
@@ -60,7 +73,9 @@ class PlacedModel:
         return [placement.of(name) for name in self.names], placement.of("")
 
     def memory_share(self, case: Case, placement: ModelPlacement | None) -> float | None:
-        """The memory that the rank in most need counts for a case, over that for ``lsdp``; None for plain PyTorch.
+        """The memory that the rank in most need counts for a case, over that for ``lsdp``.
+
+        None: it is not counted, as for plain PyTorch and strategies that keep parameters as no store of units does.
 
         Args:
             case: what is trained.
@@ -68,10 +83,10 @@ class PlacedModel:
         """
         if case.is_peer:
             return None
-        strategy = Strategy.FSDP if case.engine_strategy is Strategy.FSDP_OFFLOAD else case.engine_strategy
         if placement is None:
-            # osdp without a placement is what its default is.
-            placement = uniform_placement(strategy, checkpoint=False) or ModelPlacement()
+            placement = _placement_like(case.engine_strategy)
+        if placement is None:
+            return None
         counted, of_lsdp = self._memory(placement), self._memory(self._lsdp())
         return max(own / whole for own, whole in zip(counted, of_lsdp, strict=True))
 

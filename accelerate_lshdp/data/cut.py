@@ -24,6 +24,11 @@ def largest_remainder(total: int, weights: Sequence[int]) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def count_batches(samples: int, total: int, drop_last: bool) -> int:
+    """The number of batches of `total` samples; a short last one counts as one unless it is dropped."""
+    return samples // total if drop_last else -(-samples // total)
+
+
 @dataclass(frozen=True, slots=True)
 class GlobalBatchCut:
     """The sizes of one global batch, in rank order. A shorter one, the last of an epoch, is cut in proportion."""

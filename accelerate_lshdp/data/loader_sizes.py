@@ -1,6 +1,6 @@
 """How many samples the batches of a loader have: the plan's, or those that its own batch size makes.
 
-How many batches a pass has, `len(loader)`, is in `loader`.
+`LoaderSizes.count` says how many global batches an epoch has; `len(loader)` is made of it in `loader`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from accelerate_lshdp.data.context import LoaderContext
-from accelerate_lshdp.data.cut import GlobalBatchCut
+from accelerate_lshdp.data.cut import GlobalBatchCut, count_batches
 from accelerate_lshdp.data.script_total import cut_like_script
 
 
@@ -58,7 +58,7 @@ class LoaderSizes:
 
     def count(self, samples: int, cut: GlobalBatchCut) -> int:
         """The number of global batches that so many samples make."""
-        return samples // cut.total if self._source.drop_last else -(-samples // cut.total)
+        return count_batches(samples, cut.total, self._source.drop_last)
 
     def of_evaluation(self) -> int:
         """Samples of all ranks in one iteration of an evaluation pass."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate_lshdp.data.cut import GlobalBatchCut, largest_remainder
+from accelerate_lshdp.data.cut import GlobalBatchCut, count_batches, largest_remainder
 
 
 def cut_like_script(source: Any, world_size: int, planned: GlobalBatchCut | None) -> GlobalBatchCut:
@@ -55,10 +55,11 @@ def _total_without_batch_size(source: Any, world_size: int, planned: GlobalBatch
         return planned.total  # the script cannot have computed anything from a length
     if known is not None:
         batches, samples = known
-        steps = -(-batches // world_size)
-        smallest = max(world_size, -(-samples // max(1, steps)))
-        for total in ([planned.total] if planned is not None else []) + [smallest]:
-            if -(-samples // total) == steps:
+        steps = count_batches(batches, world_size, source.drop_last)
+        # If this size does not do, none does: it is the smallest if a short last batch counts, else the largest.
+        computed = max(world_size, count_batches(samples, max(1, steps), source.drop_last))
+        for total in ([planned.total] if planned is not None else []) + [computed]:
+            if count_batches(samples, total, source.drop_last) == steps:
                 return total
     raise ValueError(
         "found a batch sampler without an integer batch_size, and no size of a global batch with which an epoch has"

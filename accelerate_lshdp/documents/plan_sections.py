@@ -138,7 +138,7 @@ class Communication(Record):
     """The format of gradients between ranks, and the mechanism by which ranks of a node share them.
 
     Args:
-        dtype: "fp32" (exact), "bf16", "int8" (a quarter of the bytes of fp32) or "powersgd" (matrices of low rank).
+        dtype: a name of `documents.wire_format.WIRE_FORMATS`: "fp32" (exact), or a format that sends fewer bytes.
         powersgd_rank: rank of the matrices that approximate gradients under "powersgd" (Vogels et al., 2019).
         powersgd_warmup_steps: number of steps at the start of a run with "powersgd" whose gradients are exact.
         intra_node: how the ranks of a node share parameters and gradients, and sum whole ones: "shared_memory" (CPU

@@ -17,14 +17,15 @@ class WireFormat:
     Args:
         wire_share: bytes on the wire for each byte of a gradient in fp32; None: they depend on the parameters' shapes.
         kept_share: bytes that a rank keeps for each byte of its gradient in fp32: copies that travel, and errors.
-        kept_owner_share: bytes that it keeps for each byte of the part of the gradient whose sum it makes for all, which
-            is divided by the number of ranks.
+        kept_owner_share: bytes that it keeps for each byte of the part whose sum it makes for all ranks; that part is
+            the gradient divided by their number.
         conversion_seconds: CPU seconds on one core for compressing and decompressing a byte of fp32, for estimates.
             Assumed, not measured.
         remembers: whether a rank keeps what it has left out of a step for the next ones (error feedback).
         between_nodes_only: whether it needs the same ranks to reduce the same buffers between nodes, so that the
             reduce-scatter of world-sharded strategies cannot use it.
-        is_added: whether values can be added as they travel; else they are exchanged, added and sent again.
+        is_added: whether values can be added as they travel, each sum rounded to the format by the backend; else they
+            are exchanged, added and sent again.
         merges_buckets: whether it sends so little that the latency of small messages would cost more than overlapping
             them gains.
         options: names of the options of ``communication`` that belong to it alone.

@@ -344,16 +344,17 @@ class Placement:
         if not policies.strategy.is_world_sharded:
             return TimedAllGather(self.clock), TimedReduceScatter(self.clock), None
         # A plan with a world-sharded strategy refuses formats that only all-reduce.
-        dtype = REDUCTIONS[self.communication.dtype].scatter_dtype
+        reduction = REDUCTIONS[self.communication.dtype]
+        wire = {"dtype": reduction.scatter_dtype, "convert": reduction.to_scatter_dtype}
         nodes, rank = self.topology.node_groups, self.topology.rank
         # Two stages need as many ranks on every node, and gain nothing where a node has one rank or is alone.
         if self.topology.is_uneven or len(nodes) == 1 or len(nodes[0]) == 1:
-            return TimedAllGather(self.clock), TimedReduceScatter(self.clock, dtype=dtype), None
+            return TimedAllGather(self.clock), TimedReduceScatter(self.clock, **wire), None
         # Making a group is collective: all ranks make those of the nodes first, then those across nodes.
         places = tuple(zip(*nodes, strict=True))
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         gather = TwoStageAllGather(stages, self.clock)
-        return gather, TwoStageReduceScatter(stages, self.clock, dtype=dtype), stages
+        return gather, TwoStageReduceScatter(stages, self.clock, **wire), stages
 
 
 def _keep_alike(first: ShardingPolicies, second: ShardingPolicies) -> bool:

@@ -8,19 +8,21 @@ import pytest
 from payload_counting import count_one_step, gathered_parameters, sent_by_nodes
 
 from accelerate_lshdp.documents.strategy import Strategy
+from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
 
 TOLERANCE = 0.02  # the ranks also tell each other a few numbers in each step
 
 
-def expected(strategy: str, micro: int, total: int, root: int, width: float) -> dict[str, float]:
+def expected(strategy: str, micro: int, total: int, root: int, dtype: str) -> dict[str, float]:
     """Payload of the collectives of one step: `total` bytes of parameters, of which `root` are in no unit.
 
     Of one rank; for strategies with one copy a node of all its ranks, which share the memory and the work on a CPU.
     """
+    sent = total * WIRE_FORMATS[dtype].wire_share
     if Strategy(strategy).is_world_sharded:
-        return {"all_gather": gathered_parameters(strategy, micro, total, root), "all_to_all": total * width}
-    return {"all_reduce": total * width}
+        return {"all_gather": gathered_parameters(strategy, micro, total, root), "all_to_all": sent}
+    return {"all_reduce": sent} if WIRE_FORMATS[dtype].is_added else {"all_to_all": sent, "all_gather": sent}
 
 
 @pytest.mark.parametrize(
@@ -43,9 +45,8 @@ def expected(strategy: str, micro: int, total: int, root: int, width: float) -> 
     ],
 )
 def test_bytes_of_a_step(workers, strategy, nodes, micro_batches, dtype, own):
-    width = {"fp32": 1.0, "bf16": 0.5}[dtype]
     counted = workers(sum(nodes)).run(count_one_step, strategy, micro_batches, dtype, own, nodes=nodes)
-    formula = expected(strategy, micro_batches * own, counted[0]["total"], counted[0]["root"], width)
+    formula = expected(strategy, micro_batches * own, counted[0]["total"], counted[0]["root"], dtype)
     allowed = TOLERANCE * sum(formula.values())
     together = nodes[0] if Strategy(strategy).is_node_sharded else 1
     for first in range(0, sum(nodes), together):

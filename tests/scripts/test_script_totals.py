@@ -58,8 +58,9 @@ class Stream(IterableDataset):
 class InBudget(Sampler):
     """A batch sampler of batches of different size, as one that keeps to a number of tokens."""
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, drop_last: bool = False) -> None:
         self.batches = batches
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         return ([i for i in range(SAMPLES) if i % self.batches == batch] for batch in range(self.batches))
@@ -224,9 +225,9 @@ def two_loaders() -> Trace:
     return len(rates), rates
 
 
-def in_budget() -> Trace:
+def in_budget(batches: int, drop_last: bool) -> Trace:
     accelerator = accelerate.Accelerator(cpu=True)
-    model, loader = make_model(), DataLoader(Rows(), batch_sampler=InBudget(11))
+    model, loader = make_model(), DataLoader(Rows(), batch_sampler=InBudget(batches, drop_last))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     steps = 0
@@ -248,7 +249,8 @@ LOOPS: dict[str, tuple[Callable[..., Trace], dict[str, Any]]] = {
     "one cycle": (example_with_one_cycle, {"split_batches": False}),
     "one cycle, split batches": (example_with_one_cycle, {"split_batches": True}),
     "two loaders": (two_loaders, {}),
-    "batch sampler without a batch size": (in_budget, {}),
+    "batch sampler without a batch size": (in_budget, {"batches": 11, "drop_last": False}),
+    "batch sampler without a batch size, last batch dropped": (in_budget, {"batches": 11, "drop_last": True}),
 }
 
 
@@ -286,12 +288,16 @@ def test_steps_and_learning_rates_are_those_of_plain_accelerate(workers, name, s
 # Refusals
 
 
-def train_once(batch_size: int, split_batches: bool = False, batches: int | None = None) -> int:
+def train_once(
+    batch_size: int, split_batches: bool = False, batches: int | None = None, drop_last: bool = False
+) -> int:
     """One epoch of an ordinary loop; returns its steps."""
     with every_accelerator_is_ours():
         config = accelerate.DataLoaderConfiguration(split_batches=split_batches)
         accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
-        own = {"batch_size": batch_size, "shuffle": True} if batches is None else {"batch_sampler": InBudget(batches)}
+        own = {"batch_size": batch_size, "shuffle": True}
+        if batches is not None:
+            own = {"batch_sampler": InBudget(batches, drop_last)}
         model, loader = make_model(), DataLoader(Rows(), **own)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -323,6 +329,13 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, int]] = {
     "an accumulating plan": ([(2, 2), (2, 2)], {"batch_size": 4}, "a plan that accumulates", 8),
     "an accumulating plan of another total": ([(2, 2), (4, 2)], {"batch_size": 4}, "global batches of 12 samples", 8),
     "batches of any size": ([7, 5], {"batch_size": 0, "batches": 11}, "global batches of 12 samples", 8),
+    # Plain accelerate makes 6 steps, and without the last one 45 samples make 5 batches of 8.
+    "batches of any size, last one dropped": (
+        [5, 3],
+        {"batch_size": 0, "batches": 12, "drop_last": True},
+        "global batches of 8 samples",
+        7,
+    ),
 }
 
 
@@ -366,12 +379,18 @@ def train_where(ranks: tuple[int, ...], value: str) -> None:
 # Any total: loops that name LSHDPAccelerator
 
 
-def own_loop() -> tuple[dict[str, list[int]], int, list[str]]:
-    """The lengths of a shuffled and of another loader along a script, the steps of an epoch, and what was told."""
+def notices_of_schedules() -> list[str]:
+    """A list to which they are added from now on."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logging.getLogger("accelerate_lshdp.accelerator.schedule_notice").addHandler(handler)
+    return told
+
+
+def own_loop() -> tuple[dict[str, list[int]], int, list[str]]:
+    """The lengths of a shuffled and of another loader along a script, the steps of an epoch, and what was told."""
+    told = notices_of_schedules()
     accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([7, 5], strategy="ddp"))
     model, first, second = make_model().eval(), make_loader(), make_loader(shuffle=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -410,3 +429,27 @@ def test_lengths_are_those_of_training_until_a_loader_is_evaluated(workers):
         assert steps == training
     (warning,) = [text for text in outcomes[0][2] if "schedule" in text]  # the main process says it
     assert f"an epoch has {training}, so {2 * training} of the schedule" in warning
+
+
+def accumulating_loop(drop_last: bool) -> tuple[int, list[str]]:
+    """Optimizer steps of an epoch of a loop that accumulates three batches, and what it is told of its schedule."""
+    told = notices_of_schedules()
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes([7, 5], strategy="ddp"), gradient_accumulation_steps=3, cpu=True
+    )
+    model, loader = make_model(), make_loader(drop_last=drop_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.completed_steps, told
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_the_told_length_of_a_schedule_is_that_of_the_epoch(workers, drop_last):
+    steps, told = workers(2).run(accumulating_loop, drop_last, timeout=TIMEOUT_SECONDS)[0]
+    assert f"an epoch has {steps}, so {2 * steps} of the schedule" in told[0]

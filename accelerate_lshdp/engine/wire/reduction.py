@@ -65,11 +65,13 @@ class GradientReduction(ABC):
         takes_two_messages: whether it needs a second group of the same ranks.
         scatter_dtype: what a reduce-scatter of a world-sharded strategy sends in it; None: the gradients' own.
             A format that is ``between_nodes_only`` sends none.
+        to_scatter_dtype: converts gradients to it; torch's conversion, which rounds, unless a format has its own.
     """
 
     name: str
     takes_two_messages = False
     scatter_dtype: torch.dtype | None = None
+    to_scatter_dtype: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = staticmethod(torch.Tensor.to)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -327,11 +329,19 @@ class TimedReduceScatter(ReduceScatter):
     Args:
         clock: counts the seconds that it blocks.
         dtype: precision on the wire (None: that of the gradients); the sum is taken in the gradients' precision.
+        convert: makes ``dtype`` of the gradients.
     """
 
-    def __init__(self, clock: WaitClock, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        clock: WaitClock,
+        *,
+        dtype: torch.dtype | None = None,
+        convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
+    ) -> None:
         self.clock = clock
         self.dtype = dtype
+        self.convert = convert
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -353,7 +363,7 @@ class TimedReduceScatter(ReduceScatter):
             with self.clock.waiting():
                 if input_tensor.device.type != "cpu" and not compress:
                     return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
-                sent = input_tensor.to(self.dtype) if compress else input_tensor
+                sent = self.convert(input_tensor, self.dtype) if compress else input_tensor
                 received = torch.empty_like(sent)
                 # Both ways end, for this stream, before `received` is read below and before this returns: FSDP2 reuses
                 # the input for the next unit.
@@ -361,7 +371,7 @@ class TimedReduceScatter(ReduceScatter):
                     exchange_in_pairs(received, sent, group)
                 else:
                     dist.all_to_all_single(received, sent, group=group)
-            # A reduction by the backend would add up in the precision of the wire; here the terms alone are rounded.
+            # A reduction by the backend would add up in the precision of the wire; here the terms alone are converted.
             # Ranks are added in their order, so a run gives the same bits every time.
             parts = received.view(group.size(), -1)
             torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)

@@ -36,7 +36,7 @@ class LossyBuffer(ABC):
     """The state of one gradient buffer from step to step, and the computations around its two messages.
 
     All three methods return at once where they start a message. Subclasses keep tensors in ``kept``; they make up the
-    state of a checkpoint and are changed in place.
+    state of a checkpoint and are changed in place. It is empty where nothing is kept from step to step.
     """
 
     kept: dict[str, torch.Tensor]
@@ -283,7 +283,7 @@ class TwoMessageReduction(GradientReduction):
     def _buffer(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> LossyBuffer:
         signature = buffer.numel(), buffer.dtype, buffer.device, tuple(shapes)
         if self._signatures.get(index) != signature:
-            if index in self._kept:
+            if index in self._kept and self._kept[index].kept:
                 logger.warning(
                     f"{self.name}: gradient buffer {index} has other parameters than before (some were frozen or "
                     "unfrozen), so what was kept for it is dropped: at most one step's rounding errors are lost"

@@ -16,7 +16,7 @@ or received is always a whole row of a buffer, and nothing has to be put in orde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,12 +95,20 @@ class TwoStageReduceScatter(ReduceScatter):
         clock: counts the time that it blocks.
         dtype: precision of what travels between nodes (None: that of the gradients). Inside a node, and in all sums,
             it is the gradients' own.
+        convert: makes ``dtype`` of the gradients.
     """
 
-    def __init__(self, stages: Stages, clock: WaitClock, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        clock: WaitClock,
+        *,
+        dtype: torch.dtype | None = None,
+        convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to,
+    ) -> None:
         self.stages = stages
         self._scatter_inside = TimedReduceScatter(clock)
-        self._scatter_across = TimedReduceScatter(clock, dtype=dtype)
+        self._scatter_across = TimedReduceScatter(clock, dtype=dtype, convert=convert)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
