@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,16 @@ class Profile(Record):
     # What planning needs
 
     def rank_profiles(self) -> list[RankProfile]:
-        """The times and limits of all ranks, for the planners."""
-        return [rank.profile() for rank in self.ranks]
+        """The times and limits of all ranks, for the planners.
+
+        Where ranks gather parameters anew for every micro-batch, each but the last takes so much longer: the seconds of
+        one micro-batch's gathers are in `communication_seconds`.
+        """
+        again = self._gathers_of_a_micro_batch() * self._half_all_reduces()
+        profiles = [rank.profile() for rank in self.ranks]
+        return [
+            replace(own, accumulation_overhead_seconds=own.accumulation_overhead_seconds + again) for own in profiles
+        ]
 
     def time_hint(self, micro_batches: Sequence[tuple[int, int]]) -> str | None:
         """One sentence about ranks that might train more if profiling had had more time; None if there is none.
@@ -146,16 +154,26 @@ class Profile(Record):
         return [self.network.all_reduce.seconds(size) for size in self.bucket_bytes]
 
     def communication_seconds(self) -> float:
-        """Seconds that a step's gradients, and under world-sharded strategies the parameters, take on the network.
+        """Seconds of a step of one micro-batch that gradients and gathered parameters take on the network.
 
         An all-reduce is a reduce-scatter and an all-gather; ``fsdp`` gathers once more, for the backward.
         """
+        gathers_twice = self.strategy.is_world_sharded and self.strategy.traits.gathered is Gathered.EACH_PASS
+        return (3 if gathers_twice else 2) * self._half_all_reduces()
+
+    def _half_all_reduces(self) -> float:
+        """Seconds of an all-gather of all parameters, or a reduce-scatter: in a ring each is half of an all-reduce."""
         if self.network is None:
             return 0.0
-        all_reduces = sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes)
-        # All-gather and reduce-scatter take half of an all-reduce each, in a ring: two of the one, one of the other.
-        gathers_twice = self.strategy.is_world_sharded and self.strategy.traits.gathered is Gathered.EACH_PASS
-        return 1.5 * all_reduces if gathers_twice else all_reduces
+        return sum(self.network.all_reduce.seconds(size) for size in self.bucket_bytes) / 2
+
+    def _gathers_of_a_micro_batch(self) -> int:
+        """How often all ranks gather all parameters for a micro-batch that is not the first of its step."""
+        if not self.strategy.is_world_sharded:
+            return 0
+        return {Gathered.EACH_PASS: 2, Gathered.EACH_MICRO_BATCH: 1, Gathered.EACH_STEP: 0}[
+            self.strategy.traits.gathered
+        ]
 
     def shard_groups(self) -> list[list[int]]:
         """The ranks that share one copy of the parameters, group by group, as the engine will form them.

@@ -123,6 +123,13 @@ def test_what_travels_under_other_strategies() -> None:
     assert a_profile(strategy="fsdp").bucket_seconds() is None  # gathers block: nothing overlaps
     assert a_profile(strategy="fsdp").communication_seconds() == pytest.approx(1.5 * ddp)
     assert a_profile(strategy="zero2").communication_seconds() == pytest.approx(ddp)
+    # For every micro-batch but the last FSDP2 gathers twice more, each time half of an all-reduce.
+    overheads = {
+        strategy: a_profile(strategy=strategy).rank_profiles()[0].accumulation_overhead_seconds
+        for strategy in ("ddp", "lsdp", "zero2", "fsdp", "fsdp_offload")
+    }
+    assert overheads["ddp"] == overheads["lsdp"] == overheads["zero2"] == 0.005
+    assert overheads["fsdp"] == overheads["fsdp_offload"] == pytest.approx(0.005 + ddp)
     alone = a_profile(network=None)
     assert alone.bucket_seconds() is None and alone.communication_seconds() == 0
 
