@@ -115,7 +115,7 @@ class Profile(Record):
     def rank_profiles(self) -> list[RankProfile]:
         """The times and limits of all ranks, for the planners.
 
-        Where ranks gather parameters anew for every micro-batch, each but the last takes so much longer: the seconds of
+        Where ranks gather parameters anew for every micro-batch, each but the last takes that much longer; seconds of
         one micro-batch's gathers are in `communication_seconds`.
         """
         again = self._gathers_of_a_micro_batch() * self._half_all_reduces()
