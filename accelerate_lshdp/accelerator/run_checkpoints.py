@@ -81,6 +81,7 @@ def save_run(
         seed=session.seed,
         trust_checkpoint=trust_checkpoint,
         before_writing=run_hooks if accelerator._save_model_state_pre_hook else None,
+        has_states=session.topology.local_rank == 0 or not session.policies.is_sharded,
     )
     session.unstepped.saved(optimizer.optimizer for optimizer in session.optimizers)
     limit = configuration.total_limit

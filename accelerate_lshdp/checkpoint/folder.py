@@ -156,22 +156,35 @@ def partial_folder(final: Path, save_id: str) -> Iterator[Path]:
             remove_tree(path)
 
 
-def hook_folder(final: Path, save_id: str) -> Path:
-    """The folder for files that hooks of ``save_state`` write: inside the hidden folder, under the final name."""
+def hook_folder(final: Path, save_id: str, rank: int | None = None) -> Path:
+    """The folder for files that hooks of ``save_state`` write: inside the hidden folder, under the final name.
+
+    Args:
+        final: of the checkpoint.
+        save_id: of the save.
+        rank: whose own it is, which has no states of models; None: the folder of the ranks that have them.
+    """
+    partial = _hidden_path(final, save_id, "partial")
     # Hooks see the path that the script has given save_state as the last part, and may make names of it.
-    return _hidden_path(final, save_id, "partial") / final.name
+    return (partial if rank is None else partial / f"{final.name}.{rank}") / final.name
 
 
 def move_hook_files(guest: Path, own: Collection[str]) -> None:
     """Moves the files that hooks have written beside the checkpoint's own, before these are written.
 
+    Of files of one name, those of the ranks that have the states of the models are kept.
+
     Args:
-        guest: from `hook_folder`.
+        guest: from `hook_folder`, that of the ranks with states.
         own: names of the checkpoint's own files.
 
     Raises:
         FileExistsError: one of them has the name of an own file.
     """
+    for apart in entries(guest.parent):
+        if apart != guest:  # nothing else is in the hidden folder yet
+            _add_missing(apart / guest.name, guest)
+            remove_tree(apart)
     taken = sorted(path.name for path in guest.iterdir() if path.name in own)
     if taken:
         raise FileExistsError(
@@ -182,6 +195,16 @@ def move_hook_files(guest: Path, own: Collection[str]) -> None:
     for path in list(emptied.iterdir()):
         path.rename(emptied.parent / path.name)
     emptied.rmdir()
+
+
+def _add_missing(source: Path, target: Path) -> None:
+    """Moves what is in one folder and not in the other, also of the folders in them."""
+    for path in list(source.iterdir()):
+        goal = target / path.name
+        if not os.path.lexists(goal):
+            path.rename(goal)
+        elif path.is_dir() and goal.is_dir() and not goal.is_symlink():
+            _add_missing(path, goal)
 
 
 def commit(folder: Path, final: Path, save_id: str) -> None:

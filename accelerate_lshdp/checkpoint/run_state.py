@@ -106,6 +106,7 @@ def save_checkpoint(
     seed: int,
     trust_checkpoint: bool = False,
     before_writing: Callable[[str], frozenset[int]] | None = None,
+    has_states: bool = True,
 ) -> None:
     """Writes a complete checkpoint on every node (collective).
 
@@ -124,6 +125,8 @@ def save_checkpoint(
         trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
         before_writing: called on all ranks with an empty folder before anything is collected (collective); says which
             models are `left_out`. What it writes into the folder becomes a part of this node's checkpoint.
+        has_states: whether `before_writing` has the states of the models on this rank, as on one of each node at
+            least. Where others write files of the same names, theirs are dropped.
 
     Raises:
         RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
@@ -158,7 +161,12 @@ def save_checkpoint(
         # Before hooks and gathers, which take long: a folder that cannot be written is told at once.
         raise_failure_on_all_ranks(f"preparing to write checkpoint {final}", attempt.error)
         if before_writing:
-            objects = replace(objects, left_out=before_writing(str(aside)))
+            # A folder of its own: many hooks save on every rank, and what they save of an empty state would replace
+            # the model that another rank has written.
+            mine = aside if has_states else hook_folder(final, save_id, layout.rank)
+            if not has_states:
+                attempt(lambda: mine.mkdir(parents=True))
+            objects = replace(objects, left_out=before_writing(str(mine)))
             contents = collect(objects, layout, trust_checkpoint)
             if folder is not None:
                 attempt(lambda: move_hook_files(aside, {MANIFEST, *contents.tensors, *contents.files}))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,40 @@ def test_hooks_may_save_and_load_models_themselves(workers, tmp_path, strategy, 
     assert {path.name for path in (tmp_path / "ckpt" / "own").iterdir()} == {
         f"{i}.safetensors" for i in range(2 - popped, 2)
     }
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def save_on_every_rank(strategy: str, root: str, last: int) -> list[dict]:
+    """The hook does not ask who it is, as in examples of PEFT: ranks without the states save empty ones."""
+    training = Training(strategy)
+    rank = training.accelerator.process_index
+
+    def save(models: list, weights: list, output_dir: str) -> None:
+        folder = Path(output_dir) / "models"
+        folder.mkdir(exist_ok=True)
+        if rank == last:
+            time.sleep(0.3)
+        for index in reversed(range(len(models))):
+            save_file(weights.pop(), folder / f"{index}.safetensors")
+        for place in (folder, folder.parent):
+            (place / f"of_rank_{rank}.txt").write_text("its own")
+
+    training.accelerator.register_save_state_pre_hook(save)
+    training.steps(stop=2)
+    training.accelerator.save_state(f"{root}/ckpt")
+    return training.values()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize(("strategy", "nodes"), [("fsdp", (2,)), ("fsdp", (1, 1)), ("lsdp", (2,))])
+def test_ranks_without_states_replace_nothing_that_others_have_saved(workers, tmp_path, strategy, nodes, last):
+    values, _ = workers(2).run(save_on_every_rank, strategy, str(tmp_path), last, nodes=nodes)
+    folder = tmp_path / "ckpt" / "models"
+    assert equal(values, [load_file(folder / f"{index}.safetensors") for index in range(2)])
+    own = {"of_rank_0.txt", "of_rank_1.txt"}
+    assert {path.name for path in folder.iterdir()} == {"0.safetensors", "1.safetensors"} | own
+    found = {path.name for path in (tmp_path / "ckpt").iterdir()}
+    assert own <= found and not [name for name in found if name.startswith("ckpt")]
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 

@@ -13,7 +13,8 @@ import os
 import sys
 from typing import Any
 
-import torch
+# By its full name: torch may be in the middle of its own import, and has no attributes yet.
+from torch.nn.parallel import DistributedDataParallel
 
 
 _kept: list[Any] = []
@@ -21,13 +22,13 @@ _kept: list[Any] = []
 
 def install() -> None:
     """Keeps every DDP model of this process from now on, and ends it quickly; exit codes stay."""
-    initialise = torch.nn.parallel.DistributedDataParallel.__init__
+    initialise = DistributedDataParallel.__init__
 
     def initialise_and_keep(self: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
         _kept.append(self)
 
-    torch.nn.parallel.DistributedDataParallel.__init__ = initialise_and_keep
+    DistributedDataParallel.__init__ = initialise_and_keep
     atexit.register(_end)
 
 
