@@ -9,6 +9,7 @@ import torch
 
 from accelerate_lshdp.accelerator.accumulation import Accumulation
 from accelerate_lshdp.accelerator.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
+from accelerate_lshdp.accelerator.held_gradients import DROPPED
 from accelerate_lshdp.accelerator.ranks_in_step import FAILED, require_same_step
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.several_models import models_that_took_part, require_same_models
@@ -102,6 +103,7 @@ class Backward:
             session.windows.trained(accumulated, tracker.trained, beside=tracker.working_on)
             pending = self._report(synchronised)  # while the last gradients travel
             flow.finish(took_part)
+            session.held_gradients.added(accumulated, tracker.trained)  # as finishing has left them
             alone = weight if place is None else 1 / (place.micro_batches * place.accumulation_steps)
             for prepared in took_part:
                 prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
@@ -129,6 +131,8 @@ class Backward:
         ]
         if any(prepared.holds_gradients() for prepared in left):
             tracker.problem = tracker.problem or LEFT_OPEN
+        elif any(self._session.held_gradients.are_dropped(prepared, batches) for prepared in models):
+            tracker.problem = tracker.problem or DROPPED
         elif windows.begins_inside(batches):
             tracker.problem = tracker.problem or INSIDE_WINDOW
         elif windows.leaves_out(batches):

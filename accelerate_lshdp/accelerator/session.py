@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate_lshdp.accelerator.accumulation_windows import AccumulationWindows
 from accelerate_lshdp.accelerator.automatic_sizes import AutomaticSizes
+from accelerate_lshdp.accelerator.held_gradients import HeldGradients
 from accelerate_lshdp.accelerator.loss_shares import LossShares
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 from accelerate_lshdp.accelerator.ranks_in_step import RankStep
@@ -70,6 +71,7 @@ class Session:
         exchange: what ranks tell each other in every step.
         tracker: which batch the script is working on.
         windows: what is accumulated for an optimizer step.
+        held_gradients: of the micro-batches of a global batch that goes on.
         rank_step: what this rank has trained since ranks told each other last.
         unstepped: gradients that an optimizer is still to step with.
         losses: by how much each loss counts.
@@ -342,6 +344,7 @@ class Session:
         """
         self.unstepped.clear()
         self.windows = AccumulationWindows()
+        self.held_gradients = HeldGradients()
         self.rank_step = RankStep()
         self.tracker.problem = None
         self.out_of_step: Sequence[RankReport] | None = None
@@ -353,3 +356,4 @@ class Session:
         self.attachments.remove()
         self.unstepped.clear()
         self.windows = AccumulationWindows()
+        self.held_gradients = HeldGradients()

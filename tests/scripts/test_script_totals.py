@@ -298,17 +298,22 @@ def train_once(
         own = {"batch_size": batch_size, "shuffle": True}
         if batches is not None:
             own = {"batch_sampler": InBudget(batches, drop_last)}
-        model, loader = make_model(), DataLoader(Rows(), **own)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-        for batch in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        return accelerator.completed_steps
+        return train_epoch(accelerator, DataLoader(Rows(), **own))
+
+
+def train_epoch(accelerator: accelerate.Accelerator, loader: DataLoader) -> int:
+    """Trains a new model for one epoch, with a schedule; returns the optimizer steps."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return accelerator.completed_steps
 
 
 def train_with(options: dict[str, Any]) -> int:
@@ -437,16 +442,7 @@ def accumulating_loop(drop_last: bool) -> tuple[int, list[str]]:
     accelerator = LSHDPAccelerator(
         plan=Plan.from_batch_sizes([7, 5], strategy="ddp"), gradient_accumulation_steps=3, cpu=True
     )
-    model, loader = make_model(), make_loader(drop_last=drop_last)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    return accelerator.completed_steps, told
+    return train_epoch(accelerator, make_loader(drop_last=drop_last)), told
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

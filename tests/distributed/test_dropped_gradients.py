@@ -1,0 +1,104 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Scripts that drop gradients after each batch, under plans that divide a global batch: exact, or an error on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import full
+from strategy_cells import cells
+from torch.utils.data import DataLoader
+from training_cases import CASES, collate, make_optimizer, reference_run, relative_error
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+
+
+CASE = CASES["vit"]
+SAMPLES = 32
+#: (micro-batch size, micro-batches) of a global batch of 8 or, on three ranks, of 10.
+SIZES = {2: [(3, 2), (1, 2)], 3: [(2, 2), (2, 2), (1, 2)], 4: [(1, 2)] * 4}
+HOW = ("the model's zero_grad", "zeros", "None")
+
+
+def train(strategy: str, how: str, ranks: tuple[int, ...], at_the_end: bool = False) -> tuple[dict, int]:
+    """Two epochs of a script that drops gradients on some ranks: after every batch, or after those that end a step."""
+    placing = {"strategy": strategy}
+    if strategy == "collectives":
+        placing = {"strategy": "lsdp", "intra_node": "collectives"}
+    world = LSHDPAccelerator(plan=Plan.equal(strategy="ddp"), cpu=True).num_processes
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes(SIZES[world], **placing), cpu=True)
+    model = CASE.model().double()
+    loader = DataLoader(CASE.dataset(SAMPLES, torch.float64), batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model, 1e-2, 0.0), loader)
+    made = []
+    optimizer.optimizer.register_step_post_hook(lambda *_: made.append(1))
+    try:
+        for batch in (batch for _ in range(2) for batch in loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(CASE.loss(model, batch))
+                optimizer.step()
+                if at_the_end and not accelerator.sync_gradients:
+                    continue
+                if accelerator.process_index not in ranks:
+                    optimizer.zero_grad()
+                elif how == "None":
+                    for parameter in model.parameters():
+                        parameter.grad = None
+                else:
+                    model.zero_grad(set_to_none=how != "zeros")
+    except RuntimeError as error:
+        raise RuntimeError(f"after {len(made)} steps: {error}") from error
+    return {name: full(parameter) for name, parameter in model.named_parameters()}, len(made)
+
+
+PLACES = cells(("ddp", (1, 1)), ("lsdp", (2,)), ("fsdp", (2,)))
+
+
+def reaches(strategy: str, how: str) -> bool:
+    """Whether the script reaches the gradients: FSDP2 keeps those over the world by itself until they are summed."""
+    return (strategy, how) != ("fsdp", "None")
+
+
+@PLACES
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_dropped_inside_a_global_batch_are_an_error_on_all_ranks(workers, how, strategy, nodes):
+    ranks = tuple(range(sum(nodes)))
+    if not reaches(strategy, how):
+        assert_exact(workers(sum(nodes)).run(train, strategy, how, ranks, nodes=nodes))
+        return
+    errors = workers(sum(nodes)).run(train, strategy, how, ranks, nodes=nodes, expect_failure=True)
+    told = [None if error is None else error.message for error in errors]
+    assert all(text and "between two micro-batches of a global batch" in text for text in told), told
+    assert all(text.startswith("after 0 steps") for text in told), told
+
+
+@cells(("ddp", (1, 1)), ("lsdp", (2,)))
+def test_so_are_those_of_one_rank(workers, strategy, nodes):
+    errors = workers(sum(nodes)).run(train, strategy, HOW[0], (1,), nodes=nodes, expect_failure=True)
+    told = [None if error is None else error.message for error in errors]
+    assert all(text and "between two micro-batches of a global batch" in text for text in told), told
+
+
+@PLACES
+@pytest.mark.parametrize("how", HOW)
+def test_dropped_after_a_step_they_leave_nothing_behind(workers, how, strategy, nodes):
+    assert_exact(workers(sum(nodes)).run(train, strategy, how, tuple(range(sum(nodes))), True, nodes=nodes))
+
+
+def assert_exact(results: list[tuple[dict, int]]) -> None:
+    """The parameters of all ranks are those of one process."""
+    total = sum(size * steps for size, steps in SIZES[len(results)])
+    batches = [list(range(first, min(first + total, SAMPLES))) for first in range(0, SAMPLES, total)] * 2
+    expected = reference_run(
+        "vit",
+        torch.float64,
+        batches,
+        weighting="sample",
+        steps=len(batches),
+        lr=1e-2,
+        weight_decay=0.0,
+        max_grad_norm=None,
+    ).parameters
+    for parameters, steps in results:
+        assert steps == len(batches)
+        assert relative_error(parameters, expected) <= 1e-12
