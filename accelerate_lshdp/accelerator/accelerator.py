@@ -411,12 +411,19 @@ class LSHDPAccelerator(Accelerator):
 
     @failures_explained()
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before."""
+        """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before.
+
+        Between the micro-batches of a global batch it does nothing, as ``optimizer.step()`` does, and returns 0.
+        """
+        if self.session.tracker.within_global_batch:
+            return torch.zeros((), device=self.device)  # to clip parts would not be to clip their sum
         self.unscale_gradients()
         return clip_grad_norm(self.session.engine.as_stepped(_as_list(parameters)), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamps every element of the gradients to [-clip_value, clip_value]."""
+        """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
+        if self.session.tracker.within_global_batch:
+            return
         self.unscale_gradients()
         clip_grad_value(self.session.engine.as_stepped(_as_list(parameters)), clip_value)
 

@@ -356,6 +356,11 @@ class BatchTracker:
         """Whether this rank still has micro-batches of the current optimizer step before it."""
         return self.current is not None and not self.current.window_end
 
+    @property
+    def within_global_batch(self) -> bool:
+        """Whether this rank still has micro-batches of the current global batch before it."""
+        return self.current is not None and not self.current.ends_global_batch
+
 
 def _count_alike(one: MicroBatchPlace, other: MicroBatchPlace) -> bool:
     """Whether losses of both have the same weight, and both are as far in their optimizer steps."""

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Scripts that drop gradients after each batch, under plans that divide a global batch: exact, or an error on all."""
+"""Scripts that drop or clip gradients after each batch, under plans that divide a global batch: exact, or an error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ SIZES = {2: [(3, 2), (1, 2)], 3: [(2, 2), (2, 2), (1, 2)], 4: [(1, 2)] * 4}
 HOW = ("the model's zero_grad", "zeros", "None")
 
 
-def train(strategy: str, how: str, ranks: tuple[int, ...], at_the_end: bool = False) -> tuple[dict, int]:
-    """Two epochs of a script that drops gradients on some ranks: after every batch, or after those that end a step."""
+def train(
+    strategy: str, how: str, ranks: tuple[int, ...], at_the_end: bool = False, clip: dict[str, float] | None = None
+) -> tuple[dict, int]:
+    """Two epochs of a script that drops gradients on some ranks: after every batch, or after those that end a step.
+
+    It clips them after every batch, if it is said how.
+    """
     placing = {"strategy": strategy}
     if strategy == "collectives":
         placing = {"strategy": "lsdp", "intra_node": "collectives"}
@@ -36,6 +41,10 @@ def train(strategy: str, how: str, ranks: tuple[int, ...], at_the_end: bool = Fa
         for batch in (batch for _ in range(2) for batch in loader):
             with accelerator.accumulate(model):
                 accelerator.backward(CASE.loss(model, batch))
+                if clip and "max_grad_norm" in clip:
+                    accelerator.clip_grad_norm_(model.parameters(), clip["max_grad_norm"])
+                elif clip:
+                    accelerator.clip_grad_value_(model.parameters(), clip["clip_value"])
                 optimizer.step()
                 if at_the_end and not accelerator.sync_gradients:
                     continue
@@ -85,7 +94,13 @@ def test_dropped_after_a_step_they_leave_nothing_behind(workers, how, strategy, 
     assert_exact(workers(sum(nodes)).run(train, strategy, how, tuple(range(sum(nodes))), True, nodes=nodes))
 
 
-def assert_exact(results: list[tuple[dict, int]]) -> None:
+@PLACES
+@pytest.mark.parametrize("clip", [{"max_grad_norm": 0.05}, {"clip_value": 1e-3}], ids=["norm", "value"])
+def test_clipping_after_every_batch_clips_the_sum(workers, clip, strategy, nodes):
+    assert_exact(workers(sum(nodes)).run(train, strategy, HOW[0], (), True, clip, nodes=nodes), **clip)
+
+
+def assert_exact(results: list[tuple[dict, int]], **clip: float) -> None:
     """The parameters of all ranks are those of one process."""
     total = sum(size * steps for size, steps in SIZES[len(results)])
     batches = [list(range(first, min(first + total, SAMPLES))) for first in range(0, SAMPLES, total)] * 2
@@ -97,7 +112,7 @@ def assert_exact(results: list[tuple[dict, int]]) -> None:
         steps=len(batches),
         lr=1e-2,
         weight_decay=0.0,
-        max_grad_norm=None,
+        **{"max_grad_norm": None, **clip},
     ).parameters
     for parameters, steps in results:
         assert steps == len(batches)
