@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,11 @@ def equal_share(total_batch_size: int, ranks: Sequence[RankProfile]) -> int:
     return min(total_batch_size // len(ranks), *(rank.largest_micro_batch for rank in ranks))
 
 
+def share_of_the_faster(total_batch_size: int, slowdown: float) -> int:
+    """Samples of the faster of two ranks in a split by speed alone: the size that a profile has to reach."""
+    return min(math.ceil(total_batch_size * slowdown / (1 + slowdown)), total_batch_size - 1)
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="accelerate_lshdp.cli.quickstart_worker")
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -131,8 +137,8 @@ def _measure(
         seconds=arguments.seconds,
         strategy="lsdp",
         max_batch=arguments.total_batch_size - 1,  # the other rank has at least one sample
-        # Without it a busy machine would measure too little to train the wanted total.
-        needed_batch=-(-arguments.total_batch_size // accelerator.num_processes),
+        # Without it a busy machine would measure too little to train the wanted total, or to plan by speed.
+        needed_batch=share_of_the_faster(arguments.total_batch_size, arguments.slowdown),
     )
     return profile_ranks(subject, options, accelerator, on_progress=advance_to)
 
