@@ -92,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.strategies.split(",")
     plans = [Plan.from_batch_sizes([options.batch_size] * sum(nodes), strategy=name) for name in names]
     jobs = [{"plan": plan.to_dict(), "model": model, "steps": STEPS} for plan in plans]
-    rows = [
-        row
-        for name, plan, runs in zip(names, plans, train(jobs, nodes), strict=True)
-        for row in node_rows(name, nodes, runs, uniform(model, plan, nodes))
-    ]
+    rows = []
+    for name, plan, job in zip(names, plans, jobs, strict=True):
+        # In processes of its own, as a run is: what an earlier training has freed would be taken again.
+        (runs,) = train([job], nodes)
+        rows += node_rows(name, nodes, runs, uniform(model, plan, nodes))
     print("MB above the base | strategy | node | base | taken | predicted | ratio | " + " | ".join(TERMS))
     for row in rows:
         figures = [row.base, row.taken, row.predicted]

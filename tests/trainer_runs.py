@@ -203,7 +203,14 @@ def report(trainer: Trainer, resume: bool = False) -> dict[str, Any]:
         "total": trainer.get_total_train_batch_size(trainer.args),
         "train_loss": result.training_loss,
         "steps_argument": trainer.args.gradient_accumulation_steps,
+        "placed": _placed(trainer),
     }
+
+
+def _placed(trainer: Trainer) -> list[str]:
+    """Names of the units that a placement of the plan says something about."""
+    placement = getattr(getattr(trainer.accelerator, "plan", None), "placement", None)
+    return [] if placement is None else list(placement.to_dict()["units"])
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -145,7 +145,7 @@ class LSHDPAccelerator(Accelerator):
             unmodified=self.stands_for_accelerator,
             keeps_total=keeps_total,
             split_batches=self.split_batches,
-            finds_placement=placement == AUTO,
+            finds_placement=options.placement == AUTO,
         )
         self.session.optimizers = self._optimizers
         self._accumulation = Accumulation(self.session, self.gradient_state)

@@ -38,7 +38,7 @@ from accelerate_lshdp.profiling.rates import Rates, measure_rates
 from accelerate_lshdp.profiling.subject import Samples
 from accelerate_lshdp.profiling.unit_sizes import UnitsUnknown, measure_on_fakes
 from accelerate_lshdp.runtime.object_exchange import all_objects
-from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.option_advice import option_advice, variable_of
 
 
 logger = get_logger(__name__)
@@ -52,6 +52,8 @@ _NETWORK_SECONDS, _LARGEST_MESSAGE = 1.0, 2**22
 #: Of a sample's forward, forward and backward take three times.
 _FORWARDS = 3
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: How a user asked for it.
+_ASKED = f'placement="auto" ({variable_of("placement")}=auto)'
 _ADVICE = (
     "Give placement={...} as in the section of a plan, or make a plan: `accelerate-lshdp profile`, then"
     " `accelerate-lshdp plan --placement auto`"
@@ -108,7 +110,7 @@ def place_model(session: Session, process: _Process, prepared: Sequence[Any], lo
         # The same on all ranks: from what all measured, by the same code.
         result, batch = _plan(session, [rank for rank, _ in everyone], everyone[0][1], network, loader)
     except (ValueError, PlanningError) as found:
-        error = ValueError(f'placement="auto": {found}')
+        error = ValueError(f"{_ASKED}: {found}")
     session.raise_everywhere(error)
     units = everyone[0][1]
     placement = units.with_all_modules(result.placement)
@@ -138,7 +140,7 @@ def _trains(model: nn.Module) -> bool:
 def _require_format(dtype: str) -> None:
     if WIRE_FORMATS[dtype].between_nodes_only:
         raise ValueError(
-            f'found communication_dtype={dtype!r} with placement="auto", expected a format that blocks of all ranks'
+            f"found communication_dtype={dtype!r} with {_ASKED}, expected a format that blocks of all ranks"
             f" can have, too: which blocks these are is planned. Give"
             f" {option_advice('communication_dtype', 'fp32')}, or 'bf16'"
         )
@@ -147,7 +149,7 @@ def _require_format(dtype: str) -> None:
 def _the_only(models: Sequence[nn.Module]) -> nn.Module:
     if len(models) > 1:
         raise ValueError(
-            f'found {len(models)} models with placement="auto", expected one: their blocks share the memory. {_ADVICE}'
+            f"found {len(models)} models with {_ASKED}, expected one: their blocks share the memory. {_ADVICE}"
         )
     return models[0]
 
@@ -157,13 +159,13 @@ def _training_loader(things: Sequence[Any]) -> DataLoader:
     loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
     if loader is None:
         raise ValueError(
-            'found a model without a loader with placement="auto", expected the training loader in the same'
+            f"found a model without a loader with {_ASKED}, expected the training loader in the same"
             f" `prepare`, or before: samples say what blocks keep. {_ADVICE}"
         )
     source = getattr(loader, "_source", loader)  # of a prepared one
     if isinstance(source.dataset, IterableDataset):
         raise ValueError(
-            f'found a stream of samples with placement="auto", expected a data set with an index: to measure with the'
+            f"found a stream of samples with {_ASKED}, expected a data set with an index: to measure with the"
             f" samples of a stream would use them up. {_ADVICE}"
         )
     return source
@@ -185,7 +187,7 @@ def _measure_units(session: Session, process: _Process, model: nn.Module, loader
         samples = Samples(loader)
         count = samples.available(_SAMPLES)
         if not count:
-            raise ValueError('found no sample in the data set, expected some, by which placement="auto" measures')
+            raise ValueError(f"found no sample in the data set, expected some, by which {_ASKED} measures")
         batches = [samples.repeated(count, times) for times in (1, 2)]
     try:
         return measure_on_fakes(
@@ -199,9 +201,7 @@ def _measure_units(session: Session, process: _Process, model: nn.Module, loader
             block_names=session.options.units,
         )
     except UnitsUnknown as error:
-        raise ValueError(
-            f'found a model whose blocks cannot be measured for placement="auto": {error}. {_ADVICE}'
-        ) from error
+        raise ValueError(f"found a model whose blocks cannot be measured for {_ASKED}: {error}. {_ADVICE}") from error
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:

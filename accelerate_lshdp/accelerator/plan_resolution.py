@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelerate_lshdp.accelerator.plugin import LSDPPlugin
+from accelerate_lshdp.accelerator.plugin import AUTO, LSDPPlugin
 from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import Automatic, Plan, Strategy
 from accelerate_lshdp.documents.value_checks import located
 from accelerate_lshdp.runtime.option_advice import variable_of
-
-
-#: What leaves batch sizes, or the placement, to the run.
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +47,20 @@ def resolve_plan(
         keywords: batch sizes given instead of, or beside, ``plan``.
         plugin: the user's options.
         placement: given instead of, or beside, that of the plan; a mapping is read as the section of a plan.
-            ``"auto"``: the run finds it itself when its model is prepared, and the plan has none before.
+            ``"auto"``: as the option `placement` of the plugin.
 
     Returns:
-        The plan, and the options with every field filled in.
+        The plan, and the options with every field filled in. Where the option `placement` is ``"auto"``, the plan has
+        no placement yet.
 
     Raises:
         PlanError: a plan that cannot be read or is malformed.
         ValueError: keywords that contradict each other or the plan.
     """
-    finds_placement = isinstance(placement, str)
-    if finds_placement and placement != AUTO:
-        raise ValueError(f"found placement={placement!r}, expected the section of a plan, or {AUTO!r}")
+    if isinstance(placement, str):
+        if placement != AUTO:
+            raise ValueError(f"found placement={placement!r}, expected the section of a plan, or {AUTO!r}")
+        plugin, placement = replace(plugin, placement=AUTO), None
     if isinstance(placement, Mapping):
         with located("placement"):
             placement = ModelPlacement.read(dict(placement))
@@ -72,22 +70,20 @@ def resolve_plan(
         plan = Plan.from_environment()
     if plan is None:
         options = plugin.resolve()
+        finds_placement = placement is None and options.placement == AUTO
         if finds_placement and options.strategy is not Strategy.OSDP and _strategy_was_given(plugin):
             raise ValueError(
-                f'found strategy "{options.strategy}" with placement={AUTO!r}, expected "{Strategy.OSDP}", the one'
-                " strategy whose blocks differ; leave the strategy out"
+                f'found strategy "{options.strategy}" with placement={AUTO!r} (or {variable_of("placement")}={AUTO}),'
+                f' expected "{Strategy.OSDP}", the one strategy whose blocks differ; leave the strategy out'
             )
-        if placement is not None and not _strategy_was_given(plugin):
+        if (finds_placement or placement is not None) and not _strategy_was_given(plugin):
             options.strategy = Strategy.OSDP  # the one strategy that has placements
         placed_by = ("strategy", "communication_dtype", "powersgd_rank", "powersgd_warmup_steps", "intra_node")
-        placement = None if finds_placement else placement
         said = {name: getattr(options, name) for name in placed_by}
         if keywords.batch_sizes is None or isinstance(keywords.batch_sizes, str):
             plan = Plan.equal(**said, placement=placement)
         else:
             plan = Plan.from_batch_sizes(keywords.batch_sizes, **said, placement=placement)
-    elif finds_placement:
-        _require_open_placement(plan)
     elif placement is not None:
         plan = _with_placement(plan, placement)
     plan = _apply_batch_keywords(plan, keywords)
@@ -96,16 +92,6 @@ def resolve_plan(
 
 def _strategy_was_given(plugin: LSDPPlugin) -> bool:
     return plugin.strategy is not None or bool(os.environ.get(variable_of("strategy"), "").strip())
-
-
-def _require_open_placement(plan: Plan) -> None:
-    """Raises ValueError if a plan leaves nothing to place."""
-    if plan.placement is not None or plan.strategy is not Strategy.OSDP:
-        found = f"the placement {plan.placement}" if plan.placement is not None else f'strategy "{plan.strategy}"'
-        raise ValueError(
-            f"placement={AUTO!r} was given as a keyword, but the plan says {found}; leave the keyword out, or give a"
-            f' plan of strategy "{Strategy.OSDP}" without a placement'
-        )
 
 
 def _with_placement(plan: Plan, placement: ModelPlacement) -> Plan:

@@ -25,6 +25,10 @@ from accelerate_lshdp.runtime.option_advice import variable_of
 from accelerate_lshdp.runtime.topology import Topology
 
 
+#: What leaves batch sizes, or the placement, to the run.
+AUTO = "auto"
+
+
 class BatchNormMode(str, Enum):
     """What to do with batch normalisation when batches are unequal."""
 
@@ -77,6 +81,8 @@ class LSDPPlugin:
             the plan's placement says it for each unit.
         mixed_precision: ``no``, ``bf16`` (gradients are still reduced in fp32) or ``fp16`` (CUDA). Default: the
             accelerator's.
+        placement: ``auto``: when the model is prepared, the run measures it and the machines, and places each unit
+            where it is best, with strategy ``osdp``. Default: the placement that the plan has.
         units: class names or module names of the modules that are gathered and reduced together. Default: the model's
             ``_no_split_modules``, else the entries of its ``ModuleList`` and ``Sequential``.
         reshard_after_forward: whether a unit drops its gathered parameters after the forward. Default: all strategies
@@ -105,6 +111,7 @@ class LSDPPlugin:
 
     strategy: Strategy | str | None = _option(str, Strategy.LSDP)
     mixed_precision: str | None = _option(str, None)
+    placement: str | None = _option(str, None)
     units: tuple[str, ...] | None = _option(_names, None)
     reshard_after_forward: bool | None = _option(parse_flag, None)
     prefetch: int | None = _option(_integer, 1)
@@ -129,6 +136,14 @@ class LSDPPlugin:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if plan is not None:
+            if self.placement is not None and not plan.leaves_placement_open:
+                found = (
+                    f"the placement {plan.placement}" if plan.placement is not None else f'strategy "{plan.strategy}"'
+                )
+                raise ValueError(
+                    f"placement={self.placement!r} was given as a keyword, but the plan says {found}; leave the"
+                    f' keyword out, or give a plan of strategy "{Strategy.OSDP}" without a placement'
+                )
             communication = plan.communication
             planned = {"strategy": plan.strategy, "communication_dtype": communication.dtype}
             planned["powersgd_rank"] = communication.powersgd_rank
@@ -141,8 +156,9 @@ class LSDPPlugin:
                         "only one of them, or make them agree"
                     )
                 values[name] = value
+        decided = () if plan is None or plan.leaves_placement_open else ("placement",)
         for option in fields(self):
-            if values[option.name] is None and option.metadata:
+            if values[option.name] is None and option.metadata and option.name not in decided:
                 values[option.name] = self._from_environment(option)
         resolved = copy(self)  # not made anew: its check would take what the environment says for keywords
         for name, value in values.items():
@@ -177,6 +193,7 @@ class LSDPPlugin:
             "mixed_precision": ("no", "bf16", "fp16"),
             "communication_dtype": COMMUNICATION_DTYPES,
             "intra_node": INTRA_NODE,
+            "placement": (AUTO,),
         }
         for name, allowed in choices.items():
             value = getattr(self, name)

@@ -4,7 +4,7 @@
 In addition to these two: the number of processes comes from the plan, mistakes in the layout are found before any
 process starts, the environment gets what CPU ranks and host optimizers need, and the exit code is the script's. With
 ``--auto`` there is no plan to write: the script's own batch size says how large a global batch is, and the run finds
-how to divide it.
+how to divide it; with ``--placement auto`` it also finds where each block of its model is kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from accelerate_lshdp.cli.config import (
 from accelerate_lshdp.cli.launch_config import read_launch_config
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.runtime.option_advice import variable_of
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
@@ -42,6 +43,7 @@ examples:
                                                                             rank a GPU
   accelerate-lshdp launch --auto --nodes 2 train.py                         the same with two ranks here
   accelerate-lshdp launch --plan plan.json train.py --epochs 3              all ranks of the plan on this machine
+  accelerate-lshdp launch --auto --nodes 2 --placement auto train.py        and where each block of the model is kept
   accelerate-lshdp launch --nodes 2 train.py                                two ranks here, without a plan or with one
                                                                             that names no ranks ("automatic")
   accelerate-lshdp launch --nodes 1,2 --node-rank 0 --main-ip 10.0.0.1 --cpu --plan plan.json train.py    on node 0
@@ -74,6 +76,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="no plan: global batches are those of the script, its batch size x ranks, and the run finds how to divide"
         " them",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=["auto"],
+        help="auto: the run measures its model and the machines when it starts, and keeps each block of the model"
+        " where it is best (strategy osdp)",
     )
     parser.add_argument(
         "--keep-plan-total",
@@ -143,21 +151,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> Plan | None:
     """The plan of the run; None: every loader keeps its own batch size on every rank."""
-    if arguments.plan is not None:
-        return Plan.load(arguments.plan)
-    if not arguments.auto:
-        return Plan.from_environment()
+    if arguments.auto:
+        return _automatic_plan(arguments)
+    plan = Plan.load(arguments.plan) if arguments.plan is not None else Plan.from_environment()
+    if arguments.placement is not None and plan is not None and not plan.leaves_placement_open:
+        found = f'strategy "{plan.strategy}"' if plan.placement is None else "a placement of its own"
+        raise PlanError(
+            f'found {found} together with --placement auto, expected strategy "osdp" without a placement; leave'
+            " --placement out, or make such a plan",
+            path="strategy" if plan.placement is None else "placement",
+            source=plan.source,
+        )
+    return plan
+
+
+def _automatic_plan(arguments: argparse.Namespace) -> Plan:
+    """The plan of a run that finds its batch sizes itself."""
     if os.environ.get(PLAN_VARIABLE) is not None:
         raise ValueError(
             f"found --auto together with a plan in {PLAN_VARIABLE}, expected one of them; unset the variable"
         )
     if arguments.keep_plan_total:
         raise ValueError("found --keep-plan-total together with --auto, which has no total of its own; leave one out")
+    from accelerate_lshdp.accelerator.plan_resolution import BatchKeywords, resolve_plan
     from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 
     # Strategy and format may come from the environment, which the plugin reads.
-    options = LSDPPlugin().resolve()
-    return replace(Plan.auto(strategy=options.strategy), communication=options.communication)
+    plan, options = resolve_plan(None, BatchKeywords(), LSDPPlugin(placement=arguments.placement))
+    return replace(Plan.auto(strategy=plan.strategy), communication=options.communication)
 
 
 def _configuration(arguments: argparse.Namespace, plan: Plan | None) -> str:
@@ -254,6 +275,8 @@ def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: C
         os.environ[PLAN_VARIABLE] = json.dumps(plan.to_dict())
     if arguments.keep_plan_total:
         os.environ["LSDP_KEEP_PLAN_TOTAL"] = "1"
+    if arguments.placement is not None:
+        os.environ[variable_of("placement")] = arguments.placement
     if config.use_cpu:
         # accelerate sets it for a single process only; several processes would use the GPU of a machine that has one.
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -7,7 +7,6 @@ take turns. What only some cases need is imported when they begin: it counts in 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import time
@@ -19,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accelerate_lshdp.comparing import models, peers, samples
 from accelerate_lshdp.comparing.rank_processes import serve
 from accelerate_lshdp.comparing.timeline import Timeline
+from accelerate_lshdp.runtime.cpu_memory import give_back_freed_memory, keep_freed_memory
 
 
 # The gradient of a key bias is zero but for rounding. With Adam's usual 1e-8 the optimizer makes steps of that noise,
@@ -156,6 +157,9 @@ class Rank:
     def train(self, *, name: str, steps: int) -> list[tuple[float, float, int]]:
         """Steps of one training: wall seconds (loading included), this rank's loss and its samples in each."""
         training, timeline = self.trainings[name], self.timelines[name]
+        # Said of the whole process, in which trainings take turns. The same for peers as for strategies.
+        if self.device.type == "cpu":
+            keep_freed_memory(gathers=isinstance(training.model, FSDPModule))
         dist.barrier()
         self.turns_begun[name] = time.monotonic()
         done = []
@@ -193,7 +197,7 @@ class Rank:
         self.timelines.pop(name, None)
         del training
         self._set_aside()
-        _give_back_memory()
+        give_back_freed_memory()  # other processes' trainings begin next
 
     def forget_groups(self) -> None:
         """After a training that failed: what comes next must not meet what is left of its messages."""
@@ -217,13 +221,6 @@ class Rank:
 
     def _optimizer(self, parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.learning_rate, eps=ADAM_EPS, fused=fused)
-
-
-def _give_back_memory() -> None:
-    """Gives free memory back to the system: the allocator keeps it, and other processes' trainings begin next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-    if trim is not None:
-        trim(0)
 
 
 def main(rank: Rank) -> None:

@@ -216,6 +216,11 @@ class Plan(Record):
         return None if self.batch is None else len(self.batch.ranks)
 
     @property
+    def leaves_placement_open(self) -> bool:
+        """Whether it leaves to the run where each unit of the model is kept."""
+        return self.strategy is Strategy.OSDP and self.placement is None
+
+    @property
     def leaves_total_open(self) -> bool:
         """Whether the global batch is the script's own batch size times the number of ranks."""
         return self.automatic is not None and self.automatic.total is None

@@ -25,6 +25,7 @@ from accelerate_lshdp.engine.stores.shared.ownership import (
     refuse_divided_state,
 )
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
+from accelerate_lshdp.runtime.cpu_memory import give_back_freed_memory, keep_freed_memory
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -95,6 +96,10 @@ class Engine:
                 # Weakly: an optimizer that still has to follow keeps it; nothing else should keep a full copy alive.
                 self._replaced[id(parameter)] = (weakref.ref(parameter), after[name])
         self.models.append(prepared)
+        if self.placement.device.type == "cpu":
+            keep_freed_memory(gathers=self.policies.is_sharded)
+            # What a model was made of before its parameters moved to shared memory would stay for the whole run.
+            give_back_freed_memory()
         return prepared
 
     def take_back(self, prepared: PreparedModel, evaluation_mode: bool) -> PreparedModel | None:

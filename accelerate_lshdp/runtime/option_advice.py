@@ -10,6 +10,7 @@ from __future__ import annotations
 #: Where a plan says what an option is; it decides them alone.
 _PLACES_IN_PLAN = {
     "strategy": "strategy",
+    "placement": "placement",
     "communication_dtype": "communication.dtype",
     "powersgd_rank": "communication.powersgd_rank",
     "powersgd_warmup_steps": "communication.powersgd_warmup_steps",

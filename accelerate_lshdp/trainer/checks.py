@@ -109,7 +109,9 @@ def _mistakes(trainer: Trainer) -> Iterator[str]:
             f"found {args.n_gpu} GPUs in one process, which the Trainer would use by torch.nn.DataParallel. Start one "
             "process a GPU, or make one GPU visible (CUDA_VISIBLE_DEVICES=0)"
         )
-    if args.save_only_model and args.load_best_model_at_end and accelerator.policies.is_sharded:
+    # A placement that is not found yet may shard.
+    is_sharded = accelerator.policies.is_sharded or accelerator.session.finds_placement
+    if args.save_only_model and args.load_best_model_at_end and is_sharded:
         yield (
             "found save_only_model=True with load_best_model_at_end=True, but the shards of strategy "
             f"{accelerator.strategy} are loaded from the state that save_only_model leaves out. Leave one of them "
@@ -125,6 +127,8 @@ def _mistakes_of_callbacks(trainer: Trainer) -> Iterator[str]:
     plan = trainer.accelerator.plan
     for callback in trainer.callback_handler.callbacks:
         given = callback.plan if isinstance(callback, LSHDPCallback) else None
+        if given is not None and given.leaves_placement_open and plan.placement is not None:
+            given = given.with_placement(plan.placement)  # which an earlier training has found
         if given is not None and given.digest() != plan.digest():
             yield (
                 f"found a plan in LSHDPCallback (strategy {given.strategy}, batch sizes {given.batch_sizes}) other "

@@ -184,6 +184,10 @@ _CLUSTER_PLAN = {
         ("launch --config_file broken.yaml script.py", "is not YAML"),
         ("launch --config_file total.yaml script.py", "starts no process on this node"),
         ("launch --config_file unknown.yaml script.py", "unknown keys"),
+        (
+            "launch --plan three.json --placement auto script.py",
+            'found strategy "lsdp" together with --placement auto',
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_start_nothing(
@@ -410,8 +414,19 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: launches.append(argv) or 0)
     for name in ("ACCELERATE_LSHDP_PLAN", "LSDP_STRATEGY", "LSDP_COMMUNICATION_DTYPE", "LSDP_KEEP_PLAN_TOTAL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LSDP_PLACEMENT", raising=False)
     Path("train.py").touch()
     return launches
+
+
+@pytest.mark.parametrize("flags", [["--auto"], ["--plan", "open.json"], []])
+def test_launches_may_leave_the_placement_to_the_run(started, monkeypatch, flags) -> None:
+    Plan.equal(strategy="osdp").save("open.json")
+    assert main(["launch", *flags, "--nodes", "2", "--cpu", "--placement", "auto", "train.py"]) == 0
+    assert os.environ.pop("LSDP_PLACEMENT") == "auto" and len(started) == 1
+    plan = Plan.from_environment()
+    assert (plan is None) == (flags == [])
+    assert plan is None or plan.leaves_placement_open
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,18 @@ def test_units_in_different_stores_train_as_one_process(workers: WorkerPools, tm
     check(workers, tmp_path, [6, 2], "gpt2", {}, "osdp", "", 53, placement)
 
 
+def test_a_trainer_places_the_blocks_itself(workers: WorkerPools, tmp_path: Path) -> None:
+    [expected] = workers(1).run(train, str(tmp_path), None, "gpt2", {"per_device_train_batch_size": 8}, nodes=(1,))
+
+    options = "gpt2", {}, "osdp"
+    found = workers(2).run(
+        train, str(tmp_path), [6, 2], *options, nodes=(1, 1), env={"LSDP_PLACEMENT": "auto"}, timeout=90
+    )
+
+    assert_same_run(found, expected)
+    assert all(set(rank["placed"]) == {"", "transformer.h.0", "transformer.h.1"} for rank in found)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "words"])
 def test_repeated_sample_of_the_last_batch_does_not_count(workers: WorkerPools, tmp_path: Path, kind: str) -> None:
     check(workers, tmp_path, [(3, 2), (2, 1)], kind, {}, "ddp", "", 49)

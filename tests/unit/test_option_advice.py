@@ -22,7 +22,7 @@ NAMES_OPTION = re.compile(rf"LSDPPlugin\b|\b({'|'.join(OPTIONS)})=['{{]")
 _WITHOUT_VARIABLE = "token_counter"
 HELPERS = {"option_advice", "variable_of"}
 #: The helper itself, and where each message says of the option in question whether a keyword or a variable gave it.
-EXEMPT = {"option_advice.py", "plugin.py"}
+EXEMPT = {"option_advice.py", "plugin.py", "plan_resolution.py"}
 
 
 def messages(tree: ast.Module) -> Iterator[ast.expr]:
@@ -82,6 +82,7 @@ def test_the_search_finds_what_it_should(code: str, lacks: bool) -> None:
 def test_the_advice_works(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable that it names is the one that is read, and a plan decides what it says a plan decides."""
     values = {"batch_norm": "local", "intra_node": "collectives", "communication_dtype": "bf16", "strategy": "ddp"}
+    values |= {"placement": "auto"}
     values |= {"loss_weighting": "none", "mixed_precision": "bf16", "reshard_after_forward": "true"}
     values |= {"pin_memory": "true", "units": "Block", "prefetch": "3", "powersgd_rank": "3"}
     values |= {"powersgd_warmup_steps": "3", "bucket_megabytes": "3"}
