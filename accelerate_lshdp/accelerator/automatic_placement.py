@@ -55,7 +55,7 @@ _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: How a user asked for it.
 _ASKED = f'placement="auto" ({variable_of("placement")}=auto)'
 _ADVICE = (
-    "Give placement={...} as in the section of a plan, or make a plan: `accelerate-lshdp profile`, then"
+    "Say where blocks go in the section placement of a plan, or let one be made: `accelerate-lshdp profile`, then"
     " `accelerate-lshdp plan --placement auto`"
 )
 
