@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from accelerate_lshdp.comparing import models, peers, samples
 from accelerate_lshdp.comparing.rank_processes import serve
@@ -157,9 +156,9 @@ class Rank:
     def train(self, *, name: str, steps: int) -> list[tuple[float, float, int]]:
         """Steps of one training: wall seconds (loading included), this rank's loss and its samples in each."""
         training, timeline = self.trainings[name], self.timelines[name]
-        # Said of the whole process, in which trainings take turns. The same for peers as for strategies.
-        if self.device.type == "cpu":
-            keep_freed_memory(gathers=isinstance(training.model, FSDPModule))
+        if self.device.type == "cpu" and not isinstance(training, peers.PeerTraining):
+            # Said of the whole process, in which trainings of several strategies take turns.
+            keep_freed_memory(gathers=training.accelerator.policies.is_sharded)
         dist.barrier()
         self.turns_begun[name] = time.monotonic()
         done = []
