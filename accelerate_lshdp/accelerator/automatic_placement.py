@@ -162,7 +162,7 @@ def _training_loader(things: Sequence[Any]) -> DataLoader:
             f"found a model without a loader with {_ASKED}, expected the training loader in the same"
             f" `prepare`, or before: samples say what blocks keep. {_ADVICE}"
         )
-    source = getattr(loader, "_source", loader)  # of a prepared one
+    source = getattr(loader, "base_dataloader", loader)  # of a prepared one
     if isinstance(source.dataset, IterableDataset):
         raise ValueError(
             f"found a stream of samples with {_ASKED}, expected a data set with an index: to measure with the"
@@ -259,12 +259,14 @@ def _plan(
     plan = session.plan
     fixed = plan.micro_batches if plan.automatic is None else None
     if fixed is None and plan.total_batch_size is None:
-        if loader.batch_size is None:
+        # That of a prepared loader is its sampler's.
+        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if batch_size is None:
             raise ValueError(
                 "found a loader without a batch size and a plan without one, expected either: memory depends on it."
                 ' Give batch_sizes=..., or batch_sizes="auto" with total_batch_size=...'
             )
-        fixed = [(loader.batch_size, 1)] * session.world_size
+        fixed = [(batch_size, 1)] * session.world_size
     largest = max(size for size, _ in fixed) if fixed is not None else plan.total_batch_size
     sample = [_FORWARDS * max(model.flops, 1.0) / rank.rates.flops for rank in ranks]
     points = (1, largest) if largest > 1 else (1,)

@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     with vanishing_file("error") as error_file:
         # The namespace of `launch`, whose script is the worker; it needs all attributes that `launch` reads.
         ranks = argparse.Namespace(**vars(arguments))
-        ranks.plan, ranks.auto, ranks.keep_plan_total = None, False, False
+        ranks.plan, ranks.auto, ranks.keep_plan_total, ranks.placement = None, False, False, None
         ranks.module, ranks.script = True, _WORKER
         ranks.script_args = ["--error-file", str(error_file), *_worker_arguments(arguments)]
         code = launch.run(ranks)

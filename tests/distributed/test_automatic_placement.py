@@ -126,6 +126,26 @@ def test_given_batch_sizes_stay(workers) -> None:
     assert result["micro_batches"] == [(8, 1), (4, 1)]
 
 
+def prepare_loader_first(loader_workers: int) -> tuple[list[str], int]:
+    """Without a plan, as a script that names no number does it; returns the units and the samples of a micro-batch."""
+    accelerator = LSHDPAccelerator(placement="auto")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    data = [{"input": torch.ones(4) * index} for index in range(16)]
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, num_workers=loader_workers))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for batch in loader:
+        accelerator.backward(model(batch["input"]).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(accelerator.plan.placement.to_dict()["units"]), len(batch["input"])
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_the_loader_may_be_prepared_before_the_model(workers, loader_workers: int) -> None:
+    found = workers(2).run(prepare_loader_first, loader_workers, nodes=(1, 1), timeout=90)
+    assert found[0] == found[1] == (["0", "1", ""], 2)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([{"x": torch.ones(4)}] * 8)
