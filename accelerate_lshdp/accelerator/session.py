@@ -204,7 +204,7 @@ class Session:
         text = f"strategy {self.plan.strategy}, batch sizes {sizes}, plan {self.plan.digest()[:16]}, nodes "
         text += f"{self.topology.node_sizes}, units {options.units}, weighting {options.loss_weighting}, "
         text += f"buckets {options.bucket_megabytes}, intra-node {options.intra_node}, "
-        text += f"precision {mixed_precision}"
+        text += f"precision {mixed_precision}, placement found by the run: {self.finds_placement}"
         if self.sizing is not None:
             text += f", measured curves {self.sizing.curves}"
         return text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -144,6 +145,17 @@ def prepare_loader_first(loader_workers: int) -> tuple[list[str], int]:
 def test_the_loader_may_be_prepared_before_the_model(workers, loader_workers: int) -> None:
     found = workers(2).run(prepare_loader_first, loader_workers, nodes=(1, 1), timeout=90)
     assert found[0] == found[1] == (["0", "1", ""], 2)
+
+
+def ask_on_one_rank() -> None:
+    asked = os.environ["RANK"] == "1"
+    LSHDPAccelerator(plan=Plan.equal(strategy="osdp"), placement="auto" if asked else None)
+
+
+def test_ranks_that_disagree_are_one_error_on_all(workers) -> None:
+    errors = workers(2).run(ask_on_one_rank, nodes=(1, 1), timeout=60, expect_failure=True)
+    assert all(error is not None and "ranks" in error.message for error in errors), errors
+    assert all("placement found by the run" in error.message for error in errors), errors
 
 
 class Stream(IterableDataset):
