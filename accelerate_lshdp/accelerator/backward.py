@@ -9,7 +9,6 @@ import torch
 
 from accelerate_lshdp.accelerator.accumulation import Accumulation
 from accelerate_lshdp.accelerator.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
-from accelerate_lshdp.accelerator.held_gradients import DROPPED
 from accelerate_lshdp.accelerator.ranks_in_step import FAILED, require_same_step
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.several_models import models_that_took_part, require_same_models
@@ -125,14 +124,15 @@ class Backward:
         models, windows, tracker = self._accumulation.models, self._session.windows, self._session.tracker
         if not models:
             return False
+        held = self._session.held_gradients
         batches = tracker.trained
         left = [
             prepared for prepared in models if windows.is_left_open(prepared, batches) and prepared.has_gradients()
         ]
         if any(prepared.holds_gradients() for prepared in left):
             tracker.problem = tracker.problem or LEFT_OPEN
-        elif any(self._session.held_gradients.are_dropped(prepared, batches) for prepared in models):
-            tracker.problem = tracker.problem or DROPPED
+        elif found := next(filter(None, (held.find_problem(prepared, batches) for prepared in models)), None):
+            tracker.problem = tracker.problem or found
         elif windows.begins_inside(batches):
             tracker.problem = tracker.problem or INSIDE_WINDOW
         elif windows.leaves_out(batches):

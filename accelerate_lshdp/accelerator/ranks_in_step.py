@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from accelerate_lshdp.accelerator.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
-from accelerate_lshdp.accelerator.held_gradients import DROPPED
+from accelerate_lshdp.accelerator.held_gradients import CHANGED, DROPPED
 from accelerate_lshdp.accelerator.losses.finding import ANOTHER_LOSS
 from accelerate_lshdp.data.batch_tracker import DIFFERENT_SHARES, UNRECOGNISED
 from accelerate_lshdp.data.place import MicroBatchPlace
@@ -22,7 +22,7 @@ FAILED = "failed in its backward"
 _AFTER_FAILURE = "So the sums of gradients are not those of the step, and the run has to end; its own output says why"
 
 #: What a rank may have found, told to the others by its number.
-PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OUT, LEFT_OPEN, ANOTHER_LOSS, FAILED, DROPPED)
+PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OUT, LEFT_OPEN, ANOTHER_LOSS, FAILED, DROPPED, CHANGED)
 
 #: Hashes travel as float64, which holds integers up to 2 ** 53.
 _MODULUS = 2**48

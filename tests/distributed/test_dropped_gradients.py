@@ -25,7 +25,7 @@ def train(
 ) -> tuple[dict, int]:
     """Two epochs of a script that drops gradients on some ranks: after every batch, or after those that end a step.
 
-    It clips them after every batch, if it is said how.
+    It clips them after every batch, if it is said how; or multiplies those of one parameter by a number.
     """
     placing = {"strategy": strategy}
     if strategy == "collectives":
@@ -41,7 +41,12 @@ def train(
         for batch in (batch for _ in range(2) for batch in loader):
             with accelerator.accumulate(model):
                 accelerator.backward(CASE.loss(model, batch))
-                if clip and "max_grad_norm" in clip:
+                if clip and "torch_max_norm" in clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip["torch_max_norm"])
+                elif clip and "factor_of_the_last" in clip:
+                    *_, last = (p.grad for p in model.parameters() if p.grad is not None)
+                    last.mul_(clip["factor_of_the_last"])
+                elif clip and "max_grad_norm" in clip:
                     accelerator.clip_grad_norm_(model.parameters(), clip["max_grad_norm"])
                 elif clip:
                     accelerator.clip_grad_value_(model.parameters(), clip["clip_value"])
@@ -98,6 +103,15 @@ def test_dropped_after_a_step_they_leave_nothing_behind(workers, how, strategy, 
 @pytest.mark.parametrize("clip", [{"max_grad_norm": 0.05}, {"clip_value": 1e-3}], ids=["norm", "value"])
 def test_clipping_after_every_batch_clips_the_sum(workers, clip, strategy, nodes):
     assert_exact(workers(sum(nodes)).run(train, strategy, HOW[0], (), True, clip, nodes=nodes), **clip)
+
+
+@cells(("ddp", (1, 1)), ("ddp", (2, 2)), ("lsdp", (2,)), ("group_sharding", (2,)))
+@pytest.mark.parametrize("change", [{"torch_max_norm": 0.05}, {"factor_of_the_last": 0.5}], ids=["clipped", "one"])
+def test_gradients_changed_inside_a_global_batch_are_an_error_on_all_ranks(workers, change, strategy, nodes):
+    errors = workers(sum(nodes)).run(train, strategy, HOW[0], (), True, change, nodes=nodes, expect_failure=True)
+    told = [None if error is None else error.message for error in errors]
+    assert all(text and "changed between two micro-batches of a global batch" in text for text in told), told
+    assert all(text.startswith("after 0 steps") for text in told), told
 
 
 def assert_exact(results: list[tuple[dict, int]], **clip: float) -> None:
