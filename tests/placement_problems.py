@@ -14,6 +14,7 @@ import numpy as np
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.documents.placement import UnitPlacement
+from accelerate_lshdp.documents.unit_sizes import SliceableWeights
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.options import pose_placement
 from accelerate_lshdp.planning.placement.problem import (
@@ -99,10 +100,13 @@ def model_of_different_units(seed: int, units: int) -> ModelSizes:
     for number in range(units):
         parameters = int(12 * width**2 * rng.uniform(0.3, 2))
         kept = int(64 * width * tokens * rng.uniform(0.3, 2))
-        made.append(UnitSize(f"block.{number}", parameters, parameters, kept, kept // 16, 2 * tokens * parameters))
+        weights = SliceableWeights(parameters // 2, parameters // 2, parameters // 2, 4)
+        flops = 2 * tokens * parameters
+        made.append(UnitSize(f"block.{number}", parameters, parameters, kept, kept // 16, flops, weights))
     root = 20_000 * width
     logits = 4 * 20_000 * tokens
-    return ModelSizes(tuple(made), UnitSize("", root, root, logits, 0, 2 * tokens * root), logits)
+    head = SliceableWeights(root, 2 * root, root, 2)
+    return ModelSizes(tuple(made), UnitSize("", root, root, logits, 0, 2 * tokens * root, head), logits)
 
 
 def cluster_for(

@@ -97,7 +97,7 @@ def _global_batch(batch: TrackedBatch) -> tuple[int, int]:
 
 
 def _state_of(model: PreparedModel) -> _State:
-    """Where the model's gradients in ``.grad`` are, and how often they were changed in place; keeps no tensor alive."""
+    """Where the model's gradients in ``.grad`` are, and how often each was changed in place; keeps none alive."""
     # Changes of a DTensor are counted by itself: what it does to its local tensor happens below the counting. Its
     # local tensor is not asked for: that takes longer than all else here.
     return tuple(

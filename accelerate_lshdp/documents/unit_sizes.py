@@ -15,6 +15,7 @@ from accelerate_lshdp.documents.records import (
     entry,
     integer,
     number,
+    optional,
     record,
     several,
 )
@@ -23,6 +24,26 @@ from accelerate_lshdp.documents.value_checks import PlanError
 
 #: What accelerate's `mixed_precision` may be.
 PRECISIONS = ("no", "bf16", "fp16")
+
+#: Rows of the weights that can be gathered in slices, at least: each slice has a row of every rank.
+LEAST_SLICEABLE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SliceableWeights(Record):
+    """The weights of a unit that can be gathered in slices, and what that takes.
+
+    Args:
+        parameters: number of parameters in them.
+        forward: parameters that one forward gathers: those of each weight as often as it is used.
+        backward: parameters that one backward gathers; of an embedding it needs none.
+        uses: how often a forward uses one of them.
+    """
+
+    parameters: int = entry(integer(least=1, most=LARGEST_COUNT))
+    forward: int = entry(integer(most=LARGEST_COUNT))
+    backward: int = entry(integer(most=LARGEST_COUNT))
+    uses: int = entry(integer(most=LARGEST_COUNT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +58,8 @@ class MeasuredUnit(Record):
             first of them, so that the sum over the units and the root is what the model keeps.
         input_bytes: bytes of one sample that are kept instead if it recomputes its activations: those of its input.
         flops: operations of one sample's forward; a multiplication and an addition are two.
+        sliceable: its weights with at least `LEAST_SLICEABLE_ROWS` rows that operators can take in slices. None: it
+            has none, or a weight that would be in slices is used by other operators, too.
     """
 
     modules: tuple[str, ...] = entry(several(STRING))
@@ -45,6 +68,7 @@ class MeasuredUnit(Record):
     activation_bytes: float = entry(number())
     input_bytes: float = entry(number())
     flops: float = entry(number())
+    sliceable: SliceableWeights | None = entry(optional(record(SliceableWeights)), default=None, omit=True)
 
     def _check_together(self) -> None:
         if not self.modules:
@@ -53,6 +77,11 @@ class MeasuredUnit(Record):
             raise PlanError(
                 f"found {self.trainable} trainable parameters, expected at most all {self.parameters}.",
                 path="trainable",
+            )
+        if self.sliceable is not None and self.sliceable.parameters > self.parameters:
+            raise PlanError(
+                f"found {self.sliceable.parameters} sliceable parameters, expected at most all {self.parameters}.",
+                path="sliceable.parameters",
             )
 
     @property

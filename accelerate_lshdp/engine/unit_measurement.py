@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.engine.stores.sliced.uses import WeightUses
 from accelerate_lshdp.engine.units import choose_units
 
 
@@ -71,7 +72,9 @@ def measure_units(
     Returns:
         The sizes of all units, and the operations of one sample's forward and backward.
     """
-    few, many = (saved_bytes(model, batch, loss_of, block_names) for batch in batches)
+    with WeightUses(model) as uses:
+        few = saved_bytes(model, batches[0], loss_of, block_names)
+    many = saved_bytes(model, batches[1], loss_of, block_names)
     operations, all_operations = count_flops(model, batches[0], loss_of, block_names)
     more = samples[1] - samples[0]
     names = {id(module): name for name, module in model.named_modules()}
@@ -89,6 +92,7 @@ def measure_units(
             each(lambda saved: saved.by_unit, unit),
             each(lambda saved: saved.inputs, unit),
             operations.get(unit, 0) / samples[0],
+            uses.sliceable(own),
         )
 
     groups = choose_units(model, block_names)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from typing import Any
@@ -125,6 +126,61 @@ def test_little_memory_is_kept_and_exact(workers) -> None:
 def test_given_batch_sizes_stay(workers) -> None:
     result = check(workers(2).run(train, "vit", None, [8, 4], nodes=(1, 1), timeout=90), "vit")
     assert result["micro_batches"] == [(8, 1), (4, 1)]
+
+
+class Wide(nn.Module):
+    """Blocks of two large weights, of which the first can be in slices, and the second one has too few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16384), nn.Tanh(), nn.Linear(16384, 16)) for _ in range(4)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+def train_wide(accelerator: LSHDPAccelerator | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Two steps of SGD over 8 samples; without an accelerator in one process, without a plan."""
+    model = Wide().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(7)
+    data = [{"input": torch.randn(16, generator=generator, dtype=torch.float64)} for _ in range(16)]
+    loader = DataLoader(data, batch_size=8 if accelerator is None else 4)
+    if accelerator is not None:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with contextlib.nullcontext() if accelerator is None else accelerator.accumulate(model):
+            loss = model(batch["input"]).square().mean()
+            loss.backward() if accelerator is None else accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
+    return parameters, {} if accelerator is None else accelerator.plan.placement.to_dict()
+
+
+def train_wide_with_little_memory(megabytes: float) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    measured = {name: getattr(automatic_placement, name) for name in ("measure_rates", "process_bytes", "meter_of")}
+    use_limit(megabytes, Rates(1e9, 1e9))
+    try:
+        return train_wide(LSHDPAccelerator(batch_sizes=[4, 4], placement="auto"))
+    finally:
+        vars(automatic_placement).update(measured)
+
+
+def test_large_weights_are_in_slices_where_memory_is_short(workers) -> None:
+    expected, _ = train_wide(None)
+    # Shards of 2.1 million parameters are 34 MB, the C library keeps 67 MB, and a tenth of the limit is left free. The
+    # rest is enough for gathered units in slices, and not for whole ones.
+    results = workers(2).run(train_wide_with_little_memory, 142.0, nodes=(1, 1), timeout=90)
+    for parameters, placement in results:
+        assert relative_error(parameters, expected) <= 1e-12
+        assert placement == results[0][1]
+    assert any(unit["slices"] > 1 for unit in placement["units"].values()), placement
 
 
 def prepare_loader_first(loader_workers: int) -> tuple[list[str], int]:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from placement_problems import cluster_for
 
 from accelerate_lshdp.documents.placement import UnitStore
+from accelerate_lshdp.documents.unit_sizes import SliceableWeights
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory, waiting_bytes
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
@@ -17,8 +20,9 @@ from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 
 
 P = 6_000_000  # parameters of a unit
+SLICEABLE = SliceableWeights(parameters=P, forward=P, backward=P, uses=1)
 MODEL = ModelSizes(
-    units=tuple(UnitSize(f"h.{place}", P, P, 3_000_000, 200_000, 9e9) for place in range(4)),
+    units=tuple(UnitSize(f"h.{place}", P, P, 3_000_000, 200_000, 9e9, SLICEABLE) for place in range(4)),
     root=UnitSize("", P // 2, P // 2, 1_000_000, 0, 1e9),
     working_bytes=500_000,
 )
@@ -28,11 +32,13 @@ BETWEEN, INSIDE, COPY = 1e9, 6e9, 1e10  # bytes a second, see `cluster_for`
 HOP, STEP, COPIED = 30e-6, 4e-6, 20e-6  # seconds of each message
 
 
-def posed(nodes: tuple[int, ...], samples: int = 2, steps: int = 1, **options) -> PlacementProblem:
+def posed(
+    nodes: tuple[int, ...], samples: int = 2, steps: int = 1, model: ModelSizes = MODEL, **options
+) -> PlacementProblem:
     cluster = {name: options.pop(name) for name in ("has_host", "streams", "host_limits") if name in options}
-    placed_on = cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes), **cluster)
-    costs = UnitCosts(MODEL, placed_on, **options)
-    return pose_placement(MODEL, placed_on, (samples,) * sum(nodes), steps, costs=costs)
+    placed_on = cluster_for(model, nodes, (AMPLE,) * sum(nodes), **cluster)
+    costs = UnitCosts(model, placed_on, **options)
+    return pose_placement(model, placed_on, (samples,) * sum(nodes), steps, costs=costs)
 
 
 def option(problem: PlacementProblem, store: UnitStore, *, root: bool = False, **placement) -> Option:
@@ -214,6 +220,38 @@ def test_slices_sum_gradients_in_every_micro_batch_and_keep_none() -> None:
     )
     recomputed = option(once, UnitStore.WORLD, slices=2, checkpoint=True)
     assert recomputed.send == (nanoseconds(forward), nanoseconds(forward + backward))
+
+
+def test_what_cannot_be_in_slices_is_gathered_whole() -> None:
+    # Half of the unit, in two weights, of which one is used twice, once as an embedding.
+    weights = SliceableWeights(parameters=P // 2, forward=3 * P // 4, backward=P // 2, uses=3)
+    unit = replace(MODEL.units[0], sliceable=weights)
+    problem = posed(EVEN, steps=3, model=replace(MODEL, units=(unit,)), slices=(1, 2))
+    whole, sliced = option(problem, UnitStore.WORLD), option(problem, UnitStore.WORLD, slices=2)
+    assert sliced.peaks == (3 * P, 3 * P, 0)  # the other half, and a half of this one
+    # Between micro-batches the gradients of the other half wait.
+    assert [own - less for own, less in zip(whole.memory, sliced.memory, strict=True)] == [2 * P] * len(whole.memory)
+    messages = 6 * (HOP + STEP)
+    rest = HOP + STEP + P / BETWEEN + P / INSIDE
+    forward = rest + messages + 1.5 * P / BETWEEN + 1.5 * P / INSIDE
+    backward = rest + messages + P / BETWEEN + P / INSIDE + messages + 1.5 * P / BETWEEN + 1.5 * P / INSIDE
+    first, others, last, earlier = sliced.send
+    assert first == others == nanoseconds(forward)
+    assert earlier == nanoseconds(backward)
+    assert last - earlier == nanoseconds(rest)
+
+
+def test_a_root_in_slices_keeps_nothing_gathered() -> None:
+    root = replace(MODEL.root, sliceable=SliceableWeights(P // 2, P, P // 2, 2))  # a tied embedding and head
+    problem = posed(EVEN, model=replace(MODEL, root=root), slices=(1, 2))
+    whole, sliced = (option(problem, UnitStore.WORLD, root=True, slices=slices) for slices in (1, 2))
+    assert [own - less for own, less in zip(whole.memory, sliced.memory, strict=True)] == [4 * P] * len(whole.memory)
+    assert sliced.peaks == (P, P, 0) and whole.peaks == (0, 0, 0)
+
+
+def test_slices_need_a_row_of_each_rank() -> None:
+    many = posed((64, 64), slices=(1, 2, 4))
+    assert {own.placement.slices for own in many.kinds[0].options} == {1, 2}
 
 
 def test_optimizer_steps_go_by_what_a_rank_keeps() -> None:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
-from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.documents.unit_sizes import ModelUnits, SliceableWeights
 from accelerate_lshdp.engine.unit_measurement import measure_units
 from accelerate_lshdp.estimation.model_measurement import measure_config
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
@@ -179,3 +179,41 @@ def test_a_measurement_leaves_no_hooks_behind() -> None:
     with pytest.raises(RuntimeError):
         measure_units(model, [torch.ones(1, 5)] * 2, (1, 2), lambda model, batch: model(batch).sum())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Tagger(nn.Module):
+    """A tied embedding and head; a block whose weights are used as layers use them, and one where they are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 4)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(4, 512), "down": nn.Linear(512, 4)}) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 300, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        first, second = self.layers
+        hidden = first["down"](first["up"](hidden).relu())
+        up = torch.einsum("bc,rc->br", hidden, second["up"].weight.to(hidden.dtype))
+        return self.head(second["down"](up))
+
+
+def test_weights_that_operators_take_in_slices() -> None:
+    batches = [torch.zeros(samples, dtype=torch.long) for samples in (1, 2)]
+    units, _ = measure_units(
+        Tagger(), batches, (1, 2), lambda model, batch: model(batch).sum(), block_names=["layers.0", "layers.1"]
+    )
+    first, second = units.units
+    # "down" has too few rows: it is gathered whole.
+    assert first.sliceable == SliceableWeights(parameters=2048, forward=2048, backward=2048, uses=1)
+    # One that would be in slices is used by an operator that cannot take it so.
+    assert second.sliceable is None
+    assert units.root.sliceable == SliceableWeights(parameters=1200, forward=2400, backward=1200, uses=2)
+    assert ModelUnits.read(units.to_dict()) == units
+    assert [ModelSizes.of(units).units[0].sliceable, ModelSizes.of(units).root.sliceable] == [
+        first.sliceable,
+        units.root.sliceable,
+    ]

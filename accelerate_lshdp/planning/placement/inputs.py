@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import LinkCost
-from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits, SliceableWeights
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 
@@ -25,6 +25,7 @@ class UnitSize:
         activation_bytes: bytes of one sample that it keeps for its backward.
         input_bytes: bytes of one sample that are kept instead if its activations are recomputed: those of its input.
         flops: operations of one sample's forward.
+        sliceable: its weights that can be gathered in slices. None: it has none.
 
     Raises:
         PlanningError: a size is negative or not finite, or more is trainable than there is.
@@ -36,6 +37,7 @@ class UnitSize:
     activation_bytes: float
     input_bytes: float
     flops: float
+    sliceable: SliceableWeights | None = None
 
     @property
     def anonymous(self) -> UnitSize:
@@ -45,7 +47,15 @@ class UnitSize:
     @classmethod
     def of(cls, unit: MeasuredUnit) -> UnitSize:
         """The sizes of a measured unit."""
-        return cls(unit.name, unit.parameters, unit.trainable, unit.activation_bytes, unit.input_bytes, unit.flops)
+        return cls(
+            unit.name,
+            unit.parameters,
+            unit.trainable,
+            unit.activation_bytes,
+            unit.input_bytes,
+            unit.flops,
+            unit.sliceable,
+        )
 
     def __post_init__(self) -> None:
         for value in (self.parameters, self.trainable, self.activation_bytes, self.input_bytes, self.flops):

@@ -22,7 +22,7 @@ from accelerate_lshdp.planning.placement.problem import PlacementProblem
 from accelerate_lshdp.planning.placement.result import PlacementResult
 from accelerate_lshdp.planning.placement.room import find_room
 from accelerate_lshdp.planning.placement.search import Solution, bound_of, solve
-from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
+from accelerate_lshdp.planning.placement.unit_costs import SLICES, UnitCosts
 
 
 _ROUNDS = 40
@@ -43,7 +43,7 @@ class Choice:
 
     stores: tuple[UnitStore, ...] | None = None
     checkpoint: tuple[bool, ...] = (False, True)
-    slices: tuple[int, ...] = (1,)
+    slices: tuple[int, ...] = SLICES
 
 
 def plan_placement(

@@ -11,8 +11,9 @@ With P bytes of a unit's parameters and G of its gradients, N nodes, L ranks on 
     world_to_node  (N-1)/N P, then inside     (L-1)/L P inside                     inside, then (N-1)/N G
     host           P/L from the host, inside  the same, G inside, G/L to the host  2(N-1)/N G between
 
-A `world` unit in slices sends the same in more messages, but sums in every backward: whole gradients that wait for the
-last one would need what slices save. If its activations are recomputed, it is gathered for that, too.
+Of a `world` unit in slices, what cannot be in slices is sent as above. The other weights are gathered as often as they
+are used, in more messages, and summed in every backward: whole gradients that wait for the last one would need what
+slices save. If the unit's activations are recomputed, they are gathered for that, too.
 
 What is said for forward and backward happens in those of every micro-batch. The root is used from the first operation
 to the last, so no store gathers it a second time in the backward. On uneven nodes the ranks of a larger one sum their
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from accelerate_lshdp.documents.collectives import collectives_of
 from accelerate_lshdp.documents.network import Exchange, LinkCost
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
+from accelerate_lshdp.documents.unit_sizes import SliceableWeights
 from accelerate_lshdp.planning.placement.inputs import PlacementCluster
 
 
@@ -63,6 +65,15 @@ class Traffic:
     last_backward: Seconds = NOTHING
     overlaps: bool = True
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.forward + other.forward,
+            self.first_forward + other.first_forward,
+            self.backward + other.backward,
+            self.last_backward + other.last_backward,
+            self.overlaps and other.overlaps,
+        )
+
 
 def offered_stores(cluster: PlacementCluster, *, is_root: bool) -> list[UnitStore]:
     """The stores that differ on a cluster, from simple to complex."""
@@ -86,19 +97,16 @@ class TrafficOf:
         self.cluster, self.nodes = cluster, cluster.nodes
         self.world = collectives_of(UnitStore.WORLD.strategy.traits, cluster.nodes)
 
-    def __call__(
-        self, placement: UnitPlacement, gathered: float, reduced: float, copied: float, *, is_root: bool
-    ) -> Traffic:
-        """The traffic of a unit.
+    def whole(self, store: UnitStore, gathered: float, reduced: float, copied: float, *, is_root: bool) -> Traffic:
+        """The traffic of what of a unit is not in slices.
 
         Args:
-            placement: of the unit.
+            store: of the unit.
             gathered: bytes of its parameters in the precision of the forward.
             reduced: bytes of its gradients.
             copied: bytes of its parameters as the host keeps them.
             is_root: it is the root.
         """
-        store, slices = placement.store, placement.slices
         if store is UnitStore.REPLICATE:
             inside = self._inside(reduced)
             spread = Seconds(0.0, self._all_reduce_seconds(reduced)) if len(self.nodes) > 1 else NOTHING
@@ -114,15 +122,32 @@ class TrafficOf:
                 backward=Seconds(0.0, (0.0 if is_root else gather) + reduce + to_host),
                 last_backward=Seconds(self._all_reduce_seconds(reduced), 0.0),
             )
-        gather = self._exchange(self.world.gather(gathered / slices, self.nodes), slices)
-        reduce = self._exchange(self.world.reduce_scatter(reduced / slices, self.nodes), slices)
+        gather = self._exchange(self.world.gather(gathered, self.nodes), 1)
+        reduce = self._exchange(self.world.reduce_scatter(reduced, self.nodes), 1)
         if store is UnitStore.WORLD_KEPT:
             return Traffic(first_forward=gather, last_backward=reduce, overlaps=False)
-        if slices > 1:
-            recomputing = gather if placement.checkpoint else NOTHING
-            return Traffic(gather, NOTHING, gather + recomputing + reduce, overlaps=False)
         again = Seconds(0.0, self._inside(gathered)) if store is UnitStore.WORLD_TO_NODE else gather
         return Traffic(gather, NOTHING, NOTHING if is_root else again, reduce, overlaps=False)
+
+    def sliced(self, placement: UnitPlacement, weights: SliceableWeights, gathered: float, reduced: float) -> Traffic:
+        """The traffic of the weights of a `world` unit that are in slices.
+
+        Args:
+            placement: of the unit.
+            weights: in slices.
+            gathered: bytes of one of their parameters in the precision of the forward.
+            reduced: bytes of its gradient; 0 of frozen ones.
+        """
+        times = weights.uses * placement.slices
+        if not times:
+            return Traffic(overlaps=False)
+        forward, backward = (
+            self._exchange(self.world.gather(count * gathered / times, self.nodes), times)
+            for count in (weights.forward, weights.backward)
+        )
+        reduce = self._exchange(self.world.reduce_scatter(weights.forward * reduced / times, self.nodes), times)
+        again = forward if placement.checkpoint else NOTHING
+        return Traffic(forward=forward, backward=again + backward + reduce, overlaps=False)
 
     def _inside(self, payload: float) -> float:
         """Seconds of gathering or reducing inside the node where it takes longest."""

@@ -1,10 +1,10 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The costs of a unit with each of its placements, without a batch: computed once, used for every batch.
 
-A unit that is computed is gathered whole, or slice by slice; the gathered copy of `world_kept` stays from the forward
-to the backward, and of `world_to_node` the node's shards do. The root is gathered, and its gradient not reduced, from
-the first operation to the last, so both are counted throughout. Where a step has several micro-batches, world-sharded
-units that are not in slices keep their whole gradients between them.
+A unit that is computed is gathered whole, but for weights in slices, of which there is one slice at a time; the
+gathered copy of `world_kept` stays from the forward to the backward, and of `world_to_node` the node's shards do. The
+root is gathered, and its gradient not reduced, from the first operation to the last, so both are counted throughout.
+Where a step has several micro-batches, world-sharded units keep what is not in slices of their gradients between them.
 
 Where ranks compute in host memory those of a node map one copy: nothing is gathered inside it, and gradients wait for
 the ranks of the node that add theirs first. The terms are those of `planning.cost.memory`.
@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from itertools import product
 
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
+from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
 from accelerate_lshdp.planning.cost.memory import leaves_holes, waiting_bytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
+
+
+#: Numbers of slices that are offered by default: more save little more memory, and each is a message.
+SLICES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class UnitCosts:
         stores: that may be used. None: all that differ on the cluster.
         checkpoint: whether units may keep their activations (False), recompute them (True), or either. The root never
             recomputes.
-        slices: numbers of slices that units of store `world` may be gathered in.
+        slices: numbers of slices in which weights of `world` units may be gathered, if their sizes say that some can.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class UnitCosts:
         cluster: PlacementCluster,
         stores: Sequence[UnitStore] | None = None,
         checkpoint: Sequence[bool] = (False, True),
-        slices: Sequence[int] = (1,),
+        slices: Sequence[int] = SLICES,
     ) -> None:
         self.model, self.cluster = model, cluster
         self._stores, self._checkpoint, self._slices = stores, tuple(checkpoint), tuple(slices)
@@ -91,11 +96,11 @@ class UnitCosts:
         if (unit, accumulates) not in self._known:
             is_root = unit is self.model.root
             self._known[unit, accumulates] = [
-                self._cost(unit, placement, accumulates, is_root) for placement in self._placements(is_root)
+                self._cost(unit, placement, accumulates, is_root) for placement in self._placements(unit, is_root)
             ]
         return self._known[unit, accumulates]
 
-    def _placements(self, is_root: bool) -> list[UnitPlacement]:
+    def _placements(self, unit: UnitSize, is_root: bool) -> list[UnitPlacement]:
         offered = offered_stores(self.cluster, is_root=is_root)
         stores = offered
         if self._stores is not None:
@@ -108,25 +113,28 @@ class UnitCosts:
                 f"found the stores {[str(store) for store in self._stores or ()]}, expected some of"
                 f" {[str(store) for store in offered]}, which this cluster has"
             )
-        if is_root:
-            return [UnitPlacement(store=store) for store in stores]
+        most = LEAST_SLICEABLE_ROWS // self.cluster.world if unit.sliceable is not None else 1
         return [
             UnitPlacement(store=store, checkpoint=checkpoint, slices=slices)
-            for store, checkpoint, slices in product(stores, self._checkpoint, self._slices)
-            if slices == 1 or store.takes_slices
+            for store, checkpoint, slices in product(stores, (False,) if is_root else self._checkpoint, self._slices)
+            if slices == 1 or store.takes_slices and slices <= most
         ]
 
     def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
         each, store, slices = self.model.state_bytes, placement.store, placement.slices
-        gathered, unreduced = unit.parameters * each.gathered, unit.trainable * each.unreduced
+        in_slices = unit.sliceable.parameters if slices > 1 else 0
+        whole = unit.parameters - in_slices
+        # Which of them are frozen is not known: so that no sum is too small, as many as can be are trained.
+        trained, trained_in_slices = min(whole, unit.trainable), min(in_slices, unit.trainable)
+        gathered, unreduced = whole * each.gathered, trained * each.unreduced
+        one_slice, its_gradient = in_slices * each.gathered / slices, trained_in_slices * each.unreduced / slices
         gradients = unit.trainable * each.gradient
-        traffic = self._traffic(
-            placement,
-            gathered,
-            gradients,
-            unit.parameters * each.parameter,
-            is_root=is_root,
+        traffic = self._traffic.whole(
+            store, gathered, trained * each.gradient, whole * each.parameter, is_root=is_root
         )
+        if in_slices:
+            reduced = each.gradient * trained_in_slices / in_slices
+            traffic += self._traffic.sliced(placement, unit.sliceable, each.gathered, reduced)
         send, work = self._phase_seconds(traffic, accumulates)
         states = unit.parameters * each.parameter + unit.trainable * (each.gradient + each.optimizer)
         # A copy that the ranks of a node map is as whole as one of each rank: nothing is gathered.
@@ -144,10 +152,12 @@ class UnitCosts:
                 come = gradients / self.cluster.world if self.cluster.computes_on_hosts else 0.0
                 needed += max(0.0, gathered - come) if store is UnitStore.WORLD_KEPT else 0.0
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
-                needed += unreduced if accumulates and store.strategy.is_world_sharded and slices == 1 else 0.0
+                needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
             kept[size] = needed
         # What is in use is as much again in holes.
-        in_heap = 2 if self.cluster.computes_on_hosts and not is_whole and leaves_holes(gathered) else 1
+        has_holes = self.cluster.computes_on_hosts and not is_whole and leaves_holes(gathered + one_slice)
+        in_heap = 2 if has_holes else 1
+        stays = is_whole or is_root or store is UnitStore.WORLD_KEPT
         return UnitCost(
             placement,
             tuple(map(whole_nanoseconds, send)),
@@ -158,8 +168,8 @@ class UnitCosts:
             in_heap * (unit.input_bytes if placement.checkpoint else unit.activation_bytes),
             unit.flops if placement.checkpoint else 0.0,
             (
-                0 if is_whole or is_root or store is UnitStore.WORLD_KEPT else math.ceil(in_heap * gathered / slices),
-                math.ceil(in_heap * self._unreduced(store, unreduced / slices, is_whole, is_root)),
+                math.ceil(in_heap * (one_slice + (0.0 if stays else gathered))),
+                math.ceil(in_heap * (its_gradient + self._unreduced(store, unreduced, is_whole, is_root))),
                 math.ceil(in_heap * unit.activation_bytes) if placement.checkpoint else 0,
             ),
             {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},

@@ -40,18 +40,14 @@ def choose_sliced(model: nn.Module, units: Sequence[PlacedUnit], ranks: int) -> 
     Raises:
         ValueError: a unit with slices has none.
     """
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((module, name))
-            names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
+    places = places_of_parameters(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     slices: dict[int, int] = {}
     for unit in units:
         wanted = unit.placement.slices
         if wanted == 1:
             continue
-        chosen = [p for p in unit.parameters if _can_be_sliced(p, places[id(p)], wanted * ranks)]
+        chosen = [p for p in unit.parameters if can_be_sliced(p, places[id(p)], wanted * ranks)]
         if not chosen:
             raise ValueError(_nothing_to_slice(model, unit, ranks))
         slices.update((id(parameter), wanted) for parameter in chosen)
@@ -62,7 +58,16 @@ def choose_sliced(model: nn.Module, units: Sequence[PlacedUnit], ranks: int) -> 
     ]
 
 
-def _can_be_sliced(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], least_rows: int) -> bool:
+def places_of_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """The modules that have each parameter, and its name in each, by the parameter's id."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
+def can_be_sliced(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], least_rows: int) -> bool:
     """Whether each slice has a row of every rank at least, and a module of the parameter computes row by row."""
     # Of a tied one any module will do: one that computes otherwise is told so in its forward.
     computes = any(name == "weight" and _computes_by_rows(module) for module, name in places)

@@ -47,7 +47,7 @@ _ATTRIBUTES = (
     "is_meta",
 )
 _METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "element_size", "requires_grad_")
-_KNOWN = {
+KNOWN_WITHOUT_VALUES = {
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(torch.Tensor, name) for name in _METHODS),
     torch.is_floating_point,
@@ -84,7 +84,7 @@ class SlicedTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
-        if func in _KNOWN:
+        if func in KNOWN_WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         operator = _OPERATORS.get(func)
