@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
+# Two processes: tests on several ranks leave a half of two cores idle.
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs conftest.py)
 
 .PHONY: quickstart test test-slow test-versions quality style clean benchmark-planning benchmark-cluster

@@ -21,6 +21,15 @@ from workers import WorkerPools  # noqa: E402
 gc.disable()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of a file in one process, and all that use the emulated cluster, where `-n` starts several."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            folder = item.path.parent
+            together = folder if folder.parent.name == "benchmarks" else item.path
+            item.add_marker(pytest.mark.xdist_group(str(together.relative_to(config.rootpath))))
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()

@@ -20,6 +20,7 @@ from accelerate_lshdp.accelerator.automatic_placement import place_model
 from accelerate_lshdp.accelerator.backward import Backward
 from accelerate_lshdp.accelerator.creation import created
 from accelerate_lshdp.accelerator.ddp_options import refuse_ddp_options
+from accelerate_lshdp.accelerator.held_gradients import refuse_to_clip_parts
 from accelerate_lshdp.accelerator.loader_context import SessionLoaderContext
 from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet
 from accelerate_lshdp.accelerator.model_checks import checked
@@ -414,18 +415,28 @@ class LSHDPAccelerator(Accelerator):
         """Clips the joint norm of all gradients, wherever their shards are (collective); returns the norm before.
 
         Between the micro-batches of a global batch it does nothing, as ``optimizer.step()`` does, and returns 0.
+
+        Raises:
+            RuntimeError: between the global batches of an optimizer step, whose gradients are not summed over ranks.
         """
         if self.session.tracker.within_global_batch:
             return torch.zeros((), device=self.device)  # to clip parts would not be to clip their sum
-        self.unscale_gradients()
-        return clip_grad_norm(self.session.engine.as_stepped(_as_list(parameters)), max_norm, norm_type)
+        gradients = self._gradients_to_clip(parameters)
+        return clip_grad_norm(gradients, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamps every element of the gradients to [-clip_value, clip_value]; see `clip_grad_norm_`."""
         if self.session.tracker.within_global_batch:
             return
+        clip_grad_value(self._gradients_to_clip(parameters), clip_value)
+
+    def _gradients_to_clip(self, parameters: Any) -> list[torch.Tensor]:
+        """Parameters whose gradients a script clips now, as the optimizer steps them."""
+        stepped = self.session.engine.as_stepped(_as_list(parameters))
+        if self.num_processes > 1:
+            refuse_to_clip_parts(self.session.engine.models, stepped)
         self.unscale_gradients()
-        clip_grad_value(self.session.engine.as_stepped(_as_list(parameters)), clip_value)
+        return stepped
 
     def counting_losses(self, share: float) -> AbstractContextManager[None]:
         """Losses inside count by this share in their step, instead of that of their batch; shares of ranks are summed.

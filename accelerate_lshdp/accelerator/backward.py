@@ -102,10 +102,11 @@ class Backward:
             session.windows.trained(accumulated, tracker.trained, beside=tracker.working_on)
             pending = self._report(synchronised)  # while the last gradients travel
             flow.finish(took_part)
-            session.held_gradients.added(accumulated, tracker.trained)  # as finishing has left them
             alone = weight if place is None else 1 / (place.micro_batches * place.accumulation_steps)
             for prepared in took_part:
                 prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
+            # As finishing has left them.
+            session.held_gradients.added(accumulated, tracker.trained, is_alone=session.world_size == 1)
         if pending is not None:
             self._take_reports(pending, synchronised)
 

@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
 
+from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
+from accelerate_lshdp.documents.value_checks import LARGEST_BATCH
+
 
 if TYPE_CHECKING:
+    import torch
+
     from accelerate_lshdp.data.yielded_batches import TrackedBatch
     from accelerate_lshdp.engine.prepared import PreparedModel
 
@@ -30,10 +35,9 @@ DROPPED = (
 )
 
 CHANGED = (
-    "found gradients that were changed between two micro-batches of a global batch, as torch's own clip_grad_norm_ "
-    "changes them: the plan divides global batches into several micro-batches, so these were parts of the gradient. "
-    "Call accelerator.clip_grad_norm_ or clip_grad_value_, which wait for the last one; or change gradients under `if "
-    "accelerator.sync_gradients:`; or make a plan without accumulation (accelerate-lshdp plan --no-accumulation)"
+    "found gradients that were changed between two micro-batches of an optimizer step, as torch's own clip_grad_norm_ "
+    "changes them, while each rank had parts of them only. Change or clip gradients under `if "
+    "accelerator.sync_gradients:`, after the last micro-batch, where they are those of all ranks"
 )
 
 #: Of each gradient, None where a parameter has none: its address (0 of a DTensor) and its number of changes in place.
@@ -42,54 +46,105 @@ _State = tuple[tuple[int, int] | None, ...]
 
 @dataclass(frozen=True)
 class _Held:
-    """What a model holds of global batches that go on.
+    """What a model holds of global batches, until its optimizer steps.
 
     Args:
-        global_batches: the first micro-batch of each, by pass and number.
+        first: the first micro-batch of each that it was trained on, by pass and number.
+        windows: optimizer steps that these belong to.
+        is_whole: whether they are whole gradients of global batches, summed over ranks: then they may be changed.
         state: of its gradients after the last backward that has added to them, see `_state_of`.
     """
 
-    global_batches: dict[tuple[int, int], int]
+    first: dict[tuple[int, int], int]
+    windows: set[tuple[int, int]]
+    is_whole: bool
     state: _State
 
 
 class HeldGradients:
-    """Follows, model by model, gradients between the micro-batches of a global batch."""
+    """Follows, model by model, gradients between the micro-batches of a global batch, and of an optimizer step."""
 
     def __init__(self) -> None:
         self._held: dict[PreparedModel, _Held] = {}
 
-    def find_problem(self, model: PreparedModel, batches: Iterable[TrackedBatch]) -> str | None:
-        """What the script has done to gradients of a global batch of which a later micro-batch is trained now.
+    def find_problem(self, model: PreparedModel, batches: Sequence[TrackedBatch]) -> str | None:
+        """What the script has done to gradients that a backward of these batches is about to be added to.
 
         Returns:
-            `DROPPED`, `CHANGED`, or None: they are as the last backward has left them.
+            `DROPPED`: those of an earlier micro-batch of the same global batch; `CHANGED`: those, or of an earlier
+            global batch of the same step, while each rank has its own; or None.
         """
         held = self._held.get(model)
-        if held is None or not any(
-            # One that is trained again from its first micro-batch on begins anew.
-            batch.place.micro_batch > held.global_batches.get(_global_batch(batch), batch.place.micro_batch)
+        if held is None:
+            return None
+        # One that is trained again from its first micro-batch on begins anew.
+        goes_on = any(
+            batch.place.micro_batch > held.first.get(_global_batch(batch), batch.place.micro_batch)
             for batch in batches
-        ):
+        )
+        if not goes_on and held.windows.isdisjoint(batch.window for batch in batches):
             return None
         if not model.has_gradients():
-            return DROPPED
+            return DROPPED if goes_on else None
         # Whether gradients are 0 costs a host the wait for its device, so their counters of changes are asked first.
         if _state_of(model) == held.state:
             return None
-        return CHANGED if model.holds_gradients() else DROPPED
+        if not model.holds_gradients():
+            return DROPPED if goes_on else None
+        return None if held.is_whole else CHANGED
 
-    def added(self, models: Iterable[PreparedModel], batches: Sequence[TrackedBatch]) -> None:
-        """Takes in that a backward of these batches has added gradients to those of the models."""
-        going_on = {
-            _global_batch(batch): batch.place.micro_batch
-            for batch in sorted(batches, key=lambda batch: -batch.place.micro_batch)
-            if not batch.place.ends_global_batch
-        }
+    def added(self, models: Iterable[PreparedModel], batches: Sequence[TrackedBatch], *, is_alone: bool) -> None:
+        """Takes in that a backward of these batches has added gradients to those of the models.
+
+        Args:
+            models: that the loss depends on.
+            batches: that it is of.
+            is_alone: there are no other ranks, so that only micro-batches of a global batch make parts of gradients.
+        """
+        windows = {batch.window for batch in batches if not batch.place.window_end}
+        are_parts = bool(windows) or any(batch.place.micro_batches > 1 for batch in batches)
+        is_whole = all(batch.place.ends_global_batch for batch in batches)
         for model in models:
-            self._held.pop(model, None)
-            if going_on:
-                self._held[model] = _Held(going_on, _state_of(model))
+            before = self._held.pop(model, None)
+            if not are_parts:
+                continue
+            known = {} if before is None else before.first
+            first = {
+                _global_batch(batch): min(batch.place.micro_batch, known.get(_global_batch(batch), LARGEST_BATCH))
+                for batch in batches
+            }
+            is_summed = is_alone or not model.local.held
+            self._held[model] = _Held(first, windows, is_whole and is_summed, _state_of(model))
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has used, or skipped, the gradients of its parameters."""
+        if not self._held:
+            return
+        updated = parameters_of([optimizer])
+        for model in list(self._held):
+            if any(id(parameter) in updated for parameter in model.trainable_parameters()):
+                del self._held[model]
+
+
+def refuse_to_clip_parts(models: Iterable[PreparedModel], parameters: Iterable[torch.Tensor]) -> None:
+    """Refuses to clip gradients that ranks have not summed, but where each rank steps by itself, inside ``no_sync``.
+
+    Args:
+        models: that are prepared.
+        parameters: whose gradients are to be clipped, as the optimizer has them.
+
+    Raises:
+        RuntimeError: on all ranks, as all of them accumulate alike.
+    """
+    given = {id(parameter) for parameter in parameters}
+    for model in models:
+        is_given = any(id(parameter) in given for parameter in model.trainable_parameters())
+        if is_given and model.local.held and not model.within_no_sync:
+            raise RuntimeError(
+                "found clip_grad_norm_ or clip_grad_value_ in the middle of an optimizer step, where each rank has "
+                "the gradients of its own batches only: to clip these is not to clip their sum. Clip under `if "
+                "accelerator.sync_gradients:`, after the last batch of the step"
+            )
 
 
 def _global_batch(batch: TrackedBatch) -> tuple[int, int]:

@@ -122,8 +122,8 @@ class OptimizerSteps:
         self._session.engine.restore_groups()
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer did not step, because gradients have overflowed on some rank: they are of the past."""
-        self._session.unstepped.step_ended(optimizer)
+        """An optimizer did not step, because gradients have overflowed on some rank."""
+        self._session.gradients_used(optimizer)
 
     def gradients_dropped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has cleared ``.grad`` of its parameters; not all gradients are there."""

@@ -326,7 +326,7 @@ class Session:
         """An optimizer has changed parameters."""
         self.timer.step_ends()
         self.rank_step.optimizer_steps += 1
-        self.unstepped.step_ended(optimizer)
+        self.gradients_used(optimizer)
         self.engine.after_step()
         if self.optimizers and optimizer is self.optimizers[0].optimizer:
             self.completed_steps += 1
@@ -336,6 +336,11 @@ class Session:
         if decision is not None:
             self.take_sizes()
             logger.info(f"step {self.completed_steps}, {decision}")
+
+    def gradients_used(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped, or left out its step for gradients that have overflowed: they are of the past."""
+        self.unstepped.step_ended(optimizer)
+        self.held_gradients.stepped(optimizer)
 
     def forget_step(self) -> None:
         """Forgets the step that ranks were in, whose gradients are dropped.

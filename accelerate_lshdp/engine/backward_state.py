@@ -38,12 +38,15 @@ class BackwardState:
         self.took_part = True
         self._used.add(index)
 
-    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+    def begin(self, parameters: Sequence[nn.Parameter], has_gradients: bool) -> None:
         """Begins a backward.
 
         Args:
             parameters: all trainable ones.
+            has_gradients: whether the rank holds gradients of any, final or not.
         """
+        if not has_gradients:
+            self._used.clear()  # dropped in the middle of a step, or by a backward that has failed
         # Gradients that the script has set to None since the last report are not used any more. Only after a report:
         # before it, gradients that are still to be summed may be elsewhere than in .grad.
         if self._reported:

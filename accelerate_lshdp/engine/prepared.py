@@ -191,7 +191,7 @@ class PreparedModel:
 
     def begin_backward(self, synchronise: bool) -> None:
         """Makes the model ready for autograd; see `Store.begin`."""
-        self.state.begin(self._parameters)
+        self.state.begin(self._parameters, self.has_gradients())
         for store in self.stores:
             store.begin(synchronise)
 
