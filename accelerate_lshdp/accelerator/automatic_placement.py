@@ -23,15 +23,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.random_numbers import kept_random_numbers
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.plan import Batch, RankBatch
+from accelerate_lshdp.documents.plan import Batch, Plan, RankBatch
 from accelerate_lshdp.documents.profile_sections import Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
 from accelerate_lshdp.planning.placement.links import measured_links
+from accelerate_lshdp.planning.placement.problem import Peak
 from accelerate_lshdp.planning.placement.result import PlacementResult
 from accelerate_lshdp.planning.placement.totals import place_sizes, plan_trainable
+from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 from accelerate_lshdp.profiling.memory import meter_of, process_bytes
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rates import Rates, measure_rates
@@ -65,6 +67,7 @@ class _Process(Protocol):
 
     device: torch.device
     mixed_precision: str
+    gradient_accumulation_steps: int
 
     def autocast(self) -> AbstractContextManager[None]: ...
 
@@ -83,7 +86,7 @@ def place_model(session: Session, process: _Process, prepared: Sequence[Any], lo
 
     Args:
         session: whose plan leaves the placement to the run.
-        process: device and precision.
+        process: device, precision, and global batches of an optimizer step.
         prepared: the arguments of `prepare`.
         loaders: training loaders that were prepared before.
 
@@ -101,36 +104,37 @@ def place_model(session: Session, process: _Process, prepared: Sequence[Any], lo
         facts = _measure_rank(session, process, model)
         if session.rank == 0:
             units = _measure_units(session, process, model, loader)
-    except (ValueError, RuntimeError) as found:
+    except Exception as found:  # the data set of the script may raise anything, on rank 0 alone
         error = found
     session.raise_everywhere(error)
     network = _measure_network(session)
     everyone = all_objects((facts, units))
     try:
         # The same on all ranks: from what all measured, by the same code.
-        result, batch = _plan(session, [rank for rank, _ in everyone], everyone[0][1], network, loader)
+        units, steps = everyone[0][1], process.gradient_accumulation_steps
+        cluster = _cluster(session, [rank for rank, _ in everyone], ModelSizes.of(units), network, loader)
+        result, batch = _plan(session.plan, ModelSizes.of(units), cluster, loader, steps)
     except (ValueError, PlanningError) as found:
         error = ValueError(f"{_ASKED}: {found}")
     session.raise_everywhere(error)
-    units = everyone[0][1]
     placement = units.with_all_modules(result.placement)
     session.check_agreement(repr((placement, batch)), "the placement of the model's blocks")
-    most = _largest_micro_batch(ModelSizes.of(units), result, session.rank)
+    most = _largest_micro_batch(ModelSizes.of(units), cluster, result, session.rank)
     session.place(placement, batch, most, process.mixed_precision)
     logger.info(f"placement, {result.predicted.step_seconds:.3g} s a step (predicted): {placement}")
 
 
-def _largest_micro_batch(model: ModelSizes, result: PlacementResult, rank: int) -> int:
+def _largest_micro_batch(model: ModelSizes, cluster: PlacementCluster, result: PlacementResult, rank: int) -> int:
     """The largest micro-batch of a rank that its limit has room for: memory is linear in the samples."""
-    kept, recomputed = model.working_bytes, [0.0]
+    costs, needed, recomputed = UnitCosts(model, cluster), model.working_bytes, 0
     for unit in model.everything:
-        again = result.placement.of(unit.name).checkpoint
-        kept += unit.input_bytes if again else unit.activation_bytes
-        recomputed += [unit.activation_bytes] * again
+        chosen = result.placement.of(unit.name)
+        cost = next(cost for cost in costs.of(unit, False) if cost.placement == chosen)
+        needed += cost.sample_bytes
+        recomputed = max(recomputed, cost.peaks[Peak.RECOMPUTED])
     predicted = result.predicted
     room = predicted.memory_limit_bytes[rank] - predicted.memory_bytes[rank]
-    size = result.micro_batches[rank][0]
-    return size + int(room // max(1.0, kept + max(recomputed)))
+    return result.micro_batches[rank][0] + int(room // max(1.0, needed + recomputed))
 
 
 def _trains(model: nn.Module) -> bool:
@@ -155,20 +159,28 @@ def _the_only(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def _training_loader(things: Sequence[Any]) -> DataLoader:
-    """The first loader of the script: by it the model is measured."""
-    loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
-    if loader is None:
+    """The loader by which the model is measured: of those of the script, the first one with the largest batches.
+
+    Which of them the model is trained with is not known before it is.
+    """
+    loaders = [thing for thing in things if isinstance(thing, DataLoader)]
+    if not loaders:
         raise ValueError(
             f"found a model without a loader with {_ASKED}, expected the training loader in the same"
             f" `prepare`, or before: samples say what blocks keep. {_ADVICE}"
         )
-    source = getattr(loader, "base_dataloader", loader)  # of a prepared one
-    if isinstance(source.dataset, IterableDataset):
+    loader = max((getattr(loader, "base_dataloader", loader) for loader in loaders), key=_batch_size)
+    if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"found a stream of samples with {_ASKED}, expected a data set with an index: to measure with the"
             f" samples of a stream would use them up. {_ADVICE}"
         )
-    return source
+    return loader
+
+
+def _batch_size(loader: DataLoader) -> int:
+    """The samples of a loader's batches, by its sampler where it is prepared; 0: nothing says how many."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 0
 
 
 def _measure_rank(session: Session, process: _Process, model: nn.Module) -> _RankFacts:
@@ -246,28 +258,31 @@ def _measure_network(session: Session) -> Network | None:
     return measure_network(session.topology, session.device, [_LARGEST_MESSAGE], _NETWORK_SECONDS)
 
 
-def _plan(
-    session: Session, ranks: Sequence[_RankFacts], units: ModelUnits, network: Network | None, loader: DataLoader
-) -> tuple[PlacementResult, Batch | None]:
-    """The placement, and the batch sizes that go with it; None: those that the plan or the loader has.
+def _given_sizes(plan: Plan, loader: DataLoader, world_size: int) -> Sequence[tuple[int, int]] | None:
+    """(samples, number in a global batch) of each rank's micro-batches; None: the placement's planner chooses them.
 
     Raises:
-        PlanningError: nothing fits, or the total cannot be cut.
         ValueError: nothing says how many samples a micro-batch has.
     """
-    model, nodes = ModelSizes.of(units), session.topology.node_sizes
-    plan = session.plan
-    fixed = plan.micro_batches if plan.automatic is None else None
-    if fixed is None and plan.total_batch_size is None:
-        # That of a prepared loader is its sampler's.
-        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        if batch_size is None:
-            raise ValueError(
-                "found a loader without a batch size and a plan without one, expected either: memory depends on it."
-                ' Give batch_sizes=..., or batch_sizes="auto" with total_batch_size=...'
-            )
-        fixed = [(batch_size, 1)] * session.world_size
-    largest = max(size for size, _ in fixed) if fixed is not None else plan.total_batch_size
+    if plan.automatic is None and plan.batch is not None:
+        return plan.micro_batches
+    if plan.total_batch_size is not None:
+        return None
+    if not (batch_size := _batch_size(loader)):
+        raise ValueError(
+            "found a loader without a batch size and a plan without one, expected either: memory depends on it."
+            ' Give batch_sizes=..., or batch_sizes="auto" with total_batch_size=...'
+        )
+    return [(batch_size, 1)] * world_size
+
+
+def _cluster(
+    session: Session, ranks: Sequence[_RankFacts], model: ModelSizes, network: Network | None, loader: DataLoader
+) -> PlacementCluster:
+    """The ranks of the run, with speeds that go by the operations of a sample."""
+    nodes, plan = tuple(session.topology.node_sizes), session.plan
+    given = _given_sizes(plan, loader, session.world_size)
+    largest = max(size for size, _ in given) if given is not None else plan.total_batch_size
     sample = [_FORWARDS * max(model.flops, 1.0) / rank.rates.flops for rank in ranks]
     points = (1, largest) if largest > 1 else (1,)
     profiles = tuple(
@@ -279,8 +294,8 @@ def _plan(
         for seconds, rank in zip(sample, ranks, strict=True)
     )
     link, inside = measured_links(network, nodes)
-    cluster = PlacementCluster(
-        tuple(nodes),
+    return PlacementCluster(
+        nodes,
         profiles,
         tuple(rank.memory_limit for rank in ranks),
         link,
@@ -288,15 +303,40 @@ def _plan(
         process_bytes=max(rank.process_bytes for rank in ranks),
         streams=session.device.type != "cpu",
     )
-    if fixed is not None:
-        return place_sizes(model, cluster, fixed), None
+
+
+def _plan(
+    plan: Plan, model: ModelSizes, cluster: PlacementCluster, loader: DataLoader, accumulation_steps: int
+) -> tuple[PlacementResult, Batch | None]:
+    """The placement, and the batch sizes that go with it; None: those that the plan or the loader has.
+
+    Args:
+        plan: of the run.
+        model: sizes of its units.
+        cluster: with measured costs.
+        loader: by which the model was measured.
+        accumulation_steps: global batches of an optimizer step. Between them world-sharded units keep gradients.
+
+    Raises:
+        PlanningError: nothing fits, or the total cannot be cut.
+        ValueError: nothing says how many samples a micro-batch has.
+    """
+    given = _given_sizes(plan, loader, cluster.world)
+    if given is not None:
+        return place_sizes(model, cluster, _in_a_step(given, accumulation_steps)), None
     try:
         # What a micro-batch takes beside its samples is not known, so there is one where memory has room for it.
         result = plan_trainable(model, cluster, total_batch_size=plan.total_batch_size, most_steps=1)
     except PlanningError:
         # One process weights its losses as if it never accumulated: that was settled when it began.
-        if session.world_size == 1:
+        if cluster.world == 1:
             raise
         result = plan_trainable(model, cluster, total_batch_size=plan.total_batch_size)
-    sizes = enumerate(result.micro_batches)
-    return result, Batch(tuple(RankBatch(rank, size, steps) for rank, (size, steps) in sizes))
+    chosen = result.micro_batches
+    if accumulation_steps > 1:
+        result = place_sizes(model, cluster, _in_a_step(chosen, accumulation_steps))
+    return result, Batch(tuple(RankBatch(rank, size, steps) for rank, (size, steps) in enumerate(chosen)))
+
+
+def _in_a_step(sizes: Sequence[tuple[int, int]], accumulation_steps: int) -> list[tuple[int, int]]:
+    return [(size, count * accumulation_steps) for size, count in sizes]

@@ -16,7 +16,7 @@ def meet(session: Session, call: str) -> None:
 
     Args:
         session: of this rank.
-        call: its name, one of `step_exchange.MEETINGS`.
+        call: its name, one of `step_exchange.ANNOUNCED_CALLS`.
 
     Raises:
         RuntimeError: on all ranks, if one of them is not in the last micro-batch of its step.

@@ -140,6 +140,7 @@ def _node_barrier(parameters: Iterable[torch.Tensor]) -> None:
     """Waits until all ranks of the node are here, so that none reads shared gradients while another changes them."""
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
+        reduction.changes += 1
         reduction.barrier(BarrierPurpose.CLIPPING)
 
 

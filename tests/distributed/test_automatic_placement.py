@@ -235,6 +235,8 @@ def refused(kind: str) -> None:
     accelerator = LSHDPAccelerator(plan=plan, placement=placement, lsdp_plugin=options)
     model = ReadsValues() if kind == "a forward that reads values" else nn.Linear(4, 4)
     data = Stream() if kind == "a stream" else [{"x": torch.ones(4)}] * 8
+    if kind == "samples that are not numbered":
+        data = {f"sample {place}": {"x": torch.ones(4)} for place in range(8)}
     if kind == "another kind of input":
         data = [{"y": torch.ones(3)}] * 8
     loader = DataLoader(data, batch_size=2)
@@ -251,6 +253,7 @@ REFUSED = {
     "prepare_model": "found prepare_model",
     "a forward that reads values": "found a model whose blocks cannot be measured",
     "another kind of input": "found a model whose blocks cannot be measured",
+    "samples that are not numbered": "KeyError",
     "a format between nodes": "found communication_dtype='int8'",
     "another strategy": 'the plan says strategy "lsdp"',
     "another word": "found placement='automatic'",

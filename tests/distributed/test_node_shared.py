@@ -249,6 +249,10 @@ def misuse(what: str) -> None:
                 model.heads[0].weight.grad = 2 * model.heads[0].weight.grad
             if what == "gradients" and accelerator.sync_gradients:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if what == "gradients' data" and accelerator.sync_gradients:
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.data.mul_(0.5)
             optimizer.step()
             optimizer.zero_grad()
         if what == "parameters":
@@ -274,6 +278,7 @@ def misuse(what: str) -> None:
     ("what", "message"),
     [
         ("gradients", "gradients changed in place outside accelerator.clip_grad_norm_"),
+        ("gradients' data", "gradients changed in place outside accelerator.clip_grad_norm_"),
         ("gradients of a micro-batch", "new tensor in .grad .* between micro-batches"),
         ("parameters", r"1 parameters changed outside their optimizer \(the first of shape \(4,\)\)"),
         ("frozen data", r"1 parameters changed outside their optimizer \(the first of shape \(4,\)\)"),

@@ -35,7 +35,7 @@ class ParameterWatch:
         self._parameters = list(parameters)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self._words = words
-        self._places, self._owners = _places(self._parameters, words)
+        self._places, self._owners = sampled_places(self._parameters, words)
         self._versions: list[int] | None = None
         self._values: torch.Tensor | None = None
         self.note()
@@ -83,13 +83,18 @@ class ParameterWatch:
         )
 
 
-def _places(parameters: Sequence[nn.Parameter], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the words to compare, spread evenly over each parameter, and the parameter's index for each word."""
+def sampled_places(tensors: Sequence[torch.Tensor], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the words to compare, spread evenly over each tensor, and the tensor's index for each word.
+
+    Args:
+        tensors: in the memory of the words.
+        words: of the node's memory, as int32.
+    """
     places, owners = [], []
-    for index, parameter in enumerate(parameters):
-        count = parameter.numel() * parameter.dtype.itemsize // words.dtype.itemsize
-        first = (parameter.data_ptr() - words.data_ptr()) // words.dtype.itemsize
-        if parameter.numel():
+    for index, tensor in enumerate(tensors):
+        count = tensor.numel() * tensor.dtype.itemsize // words.dtype.itemsize
+        first = (tensor.data_ptr() - words.data_ptr()) // words.dtype.itemsize
+        if tensor.numel():
             chosen = torch.linspace(0, max(count - 1, 0), _SAMPLES, dtype=torch.float64).long().unique() + first
             places.append(chosen)
             owners.append(torch.full_like(chosen, index))

@@ -51,6 +51,9 @@ class NodeReduction:
         timeout_seconds: how long to wait for another rank.
         most_waiting: buckets of this rank that may wait to be added; `ready` waits while there are more. None: any
             number.
+
+    Attributes:
+        changes: how often all ranks of the node have changed their gradients together, by clipping.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class NodeReduction:
         self.clock = clock
         self._most_waiting = most_waiting
         self.timeout_seconds = timeout_seconds
+        self.changes = 0
         self._memory = memory
         self._table = table
         self._buckets = buckets

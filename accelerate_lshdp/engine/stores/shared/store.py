@@ -27,7 +27,7 @@ from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
-from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch
+from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch, sampled_places
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
 from accelerate_lshdp.engine.wire.buckets import fill_buckets
@@ -87,7 +87,10 @@ class SharedStore(Store):
         self._delivered: set[int] = set()
         self._filled: list[set[int]] = [set() for _ in self._layout]
         self._holds_local = self._synchronise = False
-        self._versions: dict[int, int] = {}  # what in-place changes of gradients count up
+        # What tells of changes of gradients in place: torch's counters, and some values, as .data counts nothing.
+        self._versions: dict[int, int] = {}
+        self._samples: torch.Tensor | None = None
+        self._changes = 0
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, parameter in enumerate(self._parameters):
             context.attachments.add(parameter.register_post_accumulate_grad_hook(self._hook(index)))
@@ -130,6 +133,8 @@ class SharedStore(Store):
             for indices, bucket in zip(self._layout, buckets, strict=True)
             for index, view in zip(indices, bucket.views, strict=True)
         }
+        self._words = memory.tensor(0, (layout.bytes // 4,), torch.int32)
+        self._places, _ = sampled_places([self._views[index] for index in range(len(self._parameters))], self._words)
         most_waiting = WAITING_BUCKETS if self._waits_in_backward else None
         self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds, most_waiting)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
@@ -242,6 +247,7 @@ class SharedStore(Store):
         if self._synchronise:
             self._earlier.clear()
         self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
+        self._samples, self._changes = self._words[self._places], self._reduction.changes
         self._synchronise = False
 
     def _add_earlier(self, number: int) -> None:
@@ -262,6 +268,7 @@ class SharedStore(Store):
         self._gradients = [None] * len(self._parameters)
         self._earlier.clear()
         self._versions.clear()
+        self._samples = None
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -270,33 +277,41 @@ class SharedStore(Store):
         self._holds_local = False
         self._earlier.clear()
         self._versions.clear()
+        self._samples = None
 
     # The optimizer's step
 
     def before_step(self) -> None:
         """Waits until all ranks of the node are about to update their parameters (collective over the node)."""
-        # Counters of torch tell of in-place changes through .grad; clipping by the accelerator goes through .data,
-        # which they do not count.
-        for index, version in self._versions.items():
-            found = self._parameters[index].grad
-            in_place = found is not None and found.data_ptr() == self._views[index].data_ptr()
-            if in_place and found._version != version:
-                raise RuntimeError(
-                    "found gradients changed in place outside accelerator.clip_grad_norm_ and clip_grad_value_. The "
-                    "ranks of a node share them, so each change would be made once a rank. Clip with the "
-                    "accelerator, assign a new tensor to .grad, or use "
-                    f"{option_advice('intra_node', 'collectives')}"
-                )
+        if self._are_changed_in_place():
+            raise RuntimeError(
+                "found gradients changed in place outside accelerator.clip_grad_norm_ and clip_grad_value_. The "
+                "ranks of a node share them, so each change would be made once a rank. Clip with the "
+                f"accelerator, assign a new tensor to .grad, or use {option_advice('intra_node', 'collectives')}"
+            )
         self._watch.check()
         # Until here ranks may compute with the parameters as they were.
         with label("before_optimizer_step"):
             self._reduction.barrier(BarrierPurpose.STEP_BEGINS)
+
+    def _are_changed_in_place(self) -> bool:
+        """Whether the script has changed the node's gradients since the last backward; clipping is not counted."""
+        for index, version in self._versions.items():
+            found = self._parameters[index].grad
+            if found is not None and found.data_ptr() == self._views[index].data_ptr() and found._version != version:
+                return True
+        # The accelerator clips through .data, which the counters do not count, and no sample is taken after it.
+        if self._samples is None or self._reduction.changes != self._changes:
+            return False
+        # As integers: NaN, which differs from itself, is no change.
+        return not torch.equal(self._words[self._places], self._samples)
 
     def after_step(self) -> None:
         """Waits until all ranks of the node have updated their parameters (collective over the node)."""
         # The next forward reads what all ranks have updated; and what they have updated is noted, not half of it.
         with label("after_optimizer_step"):
             self._reduction.barrier(BarrierPurpose.STEP_ENDS)
+        self._samples = None
         self._watch.note()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
