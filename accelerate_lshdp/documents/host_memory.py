@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 
-#: Bytes from which on a block is mapped and unmapped by itself, where units are gathered; smaller ones are in the heap.
+#: Bytes from which on a block is mapped and unmapped by itself, where units are gathered; the heap has smaller ones.
 LARGEST_KEPT_BLOCK = 4 * 2**20
 #: Bytes at the end of the heap that stay in the process when they are free, where units are gathered. Where none are,
 #: all freed memory stays, and as many bytes stand for what is free between blocks that are in use.

@@ -13,6 +13,8 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DDPCommunicationHookType
 from exactness import full, prepared
 from strategy_cells import SIZES_OF_4, cells
+from torch import nn
+from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
@@ -198,3 +200,26 @@ def test_options_of_ddp_without_effect_are_named_once(caplog):
     named = [record.message for record in caplog.records if "DistributedDataParallelKwargs" in record.message]
     assert len(named) == 1 and "bucket_cap_mb=50, static_graph=True" in named[0]
     assert "find_unused_parameters" not in named[0]  # what it asks for is always so
+
+
+def where_gradients_are(strategy: str) -> list[list[int]]:
+    """Addresses of all gradients after each of three batches of one step."""
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes([2, 2], strategy=strategy), cpu=True, gradient_accumulation_steps=3
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    loader = DataLoader([{"x": torch.ones(4) * place} for place in range(12)], batch_size=2)
+    model, loader = accelerator.prepare(model, loader)
+    addresses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch["x"]).mean())
+        addresses.append([parameter.grad.data_ptr() for parameter in model.parameters()])
+    return addresses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp"])
+def test_gradients_that_wait_are_where_they_are_summed(workers, strategy):
+    # Else there would be two copies: those that wait, and the memory in which they are sent.
+    for addresses in workers(2).run(where_gradients_are, strategy, nodes=(1, 1)):
+        assert len(addresses) == 3 and addresses[0] == addresses[1] == addresses[2]

@@ -102,8 +102,17 @@ class WholeStore(Store):
             store.context.mark_used(index)
             if store._synchronise:
                 store._fill(index, parameter)
+            elif store._buckets:
+                store._keep_in_bucket(index, parameter)
 
         return gradient_is_ready
+
+    def _keep_in_bucket(self, index: int, parameter: torch.Tensor) -> None:
+        """Lets a gradient that waits for others of its step live in its bucket, as memory for both would be double."""
+        view, gradient = self._bucket_of[index][1].views[index], parameter.grad
+        if gradient.data_ptr() != view.data_ptr() or gradient.shape != view.shape:
+            view.copy_(gradient)
+            parameter.grad = view.detach()  # see `_fill`
 
     def _fill(self, index: int, parameter: torch.Tensor) -> None:
         number, bucket = self._bucket_of[index]
