@@ -107,6 +107,7 @@ class Backward:
                 prepared.local.clear() if prepared.synchronise_next else prepared.local.add(weight, alone)
             # As finishing has left them.
             session.held_gradients.added(accumulated, tracker.trained, is_alone=session.world_size == 1)
+            session.held_gradients.reached(prepared for prepared in took_part if prepared not in accumulated)
         if pending is not None:
             self._take_reports(pending, synchronised)
 

@@ -10,7 +10,7 @@ each part of a gradient instead of their sum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor
@@ -115,6 +115,12 @@ class HeldGradients:
             }
             is_summed = is_alone or not model.local.held
             self._held[model] = _Held(first, windows, is_whole and is_summed, _state_of(model))
+
+    def reached(self, models: Iterable[PreparedModel]) -> None:
+        """Takes in that a backward has added to the gradients of models that its batches are not accumulated for."""
+        for model in models:
+            if model in self._held:
+                self._held[model] = replace(self._held[model], state=_state_of(model))
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has used, or skipped, the gradients of its parameters."""
