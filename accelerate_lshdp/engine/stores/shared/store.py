@@ -244,10 +244,12 @@ class SharedStore(Store):
             if parameter.requires_grad:
                 parameter.grad = self._views[index]
         self._holds_local = not self._synchronise
+        # Before the last micro-batch of a step other ranks of the node may still be adding theirs.
+        self._samples = self._words[self._places] if self._synchronise else None
+        self._changes = self._reduction.changes
         if self._synchronise:
             self._earlier.clear()
         self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
-        self._samples, self._changes = self._words[self._places], self._reduction.changes
         self._synchronise = False
 
     def _add_earlier(self, number: int) -> None:
