@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -137,7 +138,12 @@ class _CopiedSums(NodeReduction):
         if copy is None:
             # The script may change gradients where they are, by clipping or zero_grad: the others need theirs first.
             taken = self._table.taken
-            self._wait(lambda: bool((taken >= self._backward).all()), "copy the sum of their gradients")
+            # One that has its copy may end, if this was the last step, before others have theirs.
+            self._wait(
+                lambda: bool((taken >= self._backward).all()),
+                "copy the sum of their gradients",
+                lambda: np.flatnonzero(taken < self._backward).tolist(),
+            )
 
 
 class _PendingSum(PendingReduction):

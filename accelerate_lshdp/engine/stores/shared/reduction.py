@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -246,12 +246,18 @@ class NodeReduction:
             self._memory.wake_self()
             self._thread.join()
 
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        """Waits until ``done``; raises what `_problem` finds before. The node's thread wakes it at every change."""
+    def _wait(self, done: Callable[[], bool], what: str, missing: Callable[[], Iterable[int]] | None = None) -> None:
+        """Waits until ``done``; raises what `_problem` finds before. The node's thread wakes it at every change.
+
+        Args:
+            done: whether the wait is over.
+            what: names it in messages.
+            missing: the ranks of the node that are waited for; others may have ended. None: all of them.
+        """
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
-                problem = self._problem(what, time.monotonic() > deadline)
+                problem = self._problem(what, time.monotonic() > deadline, missing)
                 if problem is None:
                     self._changed.wait(timeout=_NAP_SECONDS)
                 elif not done():  # a rank may have done its part before it ended
@@ -259,7 +265,7 @@ class NodeReduction:
                     raise kind(problem) from self._error
         self._fence()
 
-    def _problem(self, what: str, late: bool) -> str | None:
+    def _problem(self, what: str, late: bool, missing: Callable[[], Iterable[int]] | None = None) -> str | None:
         """The reason why waiting any longer is of no use; None while it is."""
         if self._error is not None:
             return f"summing gradients on this node failed: {self._error}"
@@ -272,8 +278,9 @@ class NodeReduction:
                 f"the backward of local rank {int(failed.argmax())} of this node failed, while others waited for it "
                 f"to {what}; its own output says why"
             )
-        if self._memory.gone:
-            rank = min(self._memory.gone)
+        gone = self._memory.gone if missing is None else self._memory.gone.intersection(missing())
+        if gone:
+            rank = min(gone)
             return f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
         if late:
             return (
