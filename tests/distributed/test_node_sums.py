@@ -299,3 +299,26 @@ def test_ranks_that_cannot_share_memory_sum_by_collectives(workers):
     for (kind, found), wanted in zip(pool.run(parameters_without_memory, nodes=(1, 2)), expected, strict=True):
         assert kind == "NodeFirstReduction"
         assert relative_error(found, wanted) <= 1e-12
+
+
+def end_before_another_has_the_sum() -> float:
+    """One step, after which rank 2 frees its model at once while rank 1 has not copied the sum yet."""
+    accelerator = LSHDPAccelerator(plan=Plan.equal(strategy="ddp"), cpu=True)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    if accelerator.process_index == 1:
+        copy = _PendingSum._copy
+
+        def copy_late(pending: _PendingSum) -> None:
+            time.sleep(1.0)
+            copy(pending)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_PendingSum, "_copy", copy_late)
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+    else:
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+    return model.weight.grad[0, 0].item()
+
+
+def test_a_rank_that_has_the_last_sum_may_end_before_the_others_have_it(workers):
+    assert workers(3).run(end_before_another_has_the_sum, nodes=(3,), timeout=30) == [1.0] * 3
