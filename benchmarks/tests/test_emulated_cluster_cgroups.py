@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -124,6 +125,26 @@ def test_groups_are_removed_after_errors_and_at_exit_and_by_the_next_run() -> No
         ControlGroup("another", 0.5).remove()
         assert group.paths[0].is_dir()  # its creator is alive
         assert group.paths[0].name.startswith(f"{PREFIX}{os.getpid()}-")
+
+
+@pytest.mark.root
+@needs_groups
+def test_a_group_that_somebody_else_removes_while_its_processes_are_read_is_none_to_remove(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = ControlGroup("test", 0.5)
+    opened, open_file = [], Path.open
+
+    def open_and_remove(path: Path, *args: Any, **kwargs: Any) -> Any:
+        file = open_file(path, *args, **kwargs)
+        if path == group.procs_files[0]:
+            opened.append(path)
+            path.parent.rmdir()
+        return file
+
+    monkeypatch.setattr(Path, "open", open_and_remove)
+    group.remove()
+    assert opened == [group.procs_files[0]] and not group.paths[0].exists()
 
 
 def test_impossible_quotas_are_refused() -> None:

@@ -15,6 +15,7 @@ its limit (up to 100 cores). With equal claims the fastest one would bear all th
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import os
 import signal
@@ -255,7 +256,10 @@ def _usable(controller: str) -> Hierarchy:
 def _procs(path: Path) -> list[int]:
     try:
         return list(map(int, (path / "cgroup.procs").read_text().split()))
-    except FileNotFoundError:  # somebody else has just removed it
+    except OSError as error:
+        # Somebody else has just removed the group: before the file was opened, or between that and reading it.
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            raise
         return []
 
 
