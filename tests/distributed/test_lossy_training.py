@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -205,6 +206,30 @@ def fail_between_the_messages() -> tuple[str, bool]:
 
 def test_errors_of_the_thread_reach_the_rank(workers):
     assert workers(2).run(fail_between_the_messages) == [("no memory for the sum", True)] * 2
+
+
+def drop_the_reduction() -> tuple[bool, bool]:
+    """Whether both sums are right of which only the pending reductions are kept; and whether the thread ends."""
+    threads = set(threading.enumerate())
+    buffers = [torch.ones(3000), torch.ones(50)]
+    reduction = new_reduction(Communication("int8"))
+    pending = [reduction.start(buffer, index, [buffer.shape]) for index, buffer in enumerate(buffers)]
+    del reduction
+    gc.collect()
+    for one in pending:
+        one.wait()
+    del pending, one
+    gc.collect()
+    started = [thread for thread in threading.enumerate() if thread not in threads]
+    for thread in started:
+        thread.join(timeout=10)
+    right = all(bool((buffer - 2).abs().max() < 0.02) for buffer in buffers)
+    return right, not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.timeout(60)
+def test_sums_end_that_outlive_their_reduction(workers):
+    assert workers(2).run(drop_the_reduction) == [(True, True)] * 2
 
 
 class ArrivesLate:

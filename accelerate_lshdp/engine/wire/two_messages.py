@@ -57,9 +57,11 @@ class LossyBuffer(ABC):
 class _Pending(PendingReduction):
     """A buffer on the CPU between ``start`` and ``wait``: made by the backward's thread, then the worker's alone."""
 
-    def __init__(self, kept: LossyBuffer, buffer: torch.Tensor) -> None:
+    def __init__(self, kept: LossyBuffer, buffer: torch.Tensor, reduction: TwoMessageReduction) -> None:
         self._kept = kept
         self._buffer: torch.Tensor | None = buffer
+        # The thread ends with the reduction, and without the thread `wait` would never return.
+        self._reduction: TwoMessageReduction | None = reduction
         # In the backward's thread, so that first messages are sent in the order in which buffers are started: gloo
         # matches them by that order alone.
         with label("compress"):
@@ -100,6 +102,8 @@ class _Pending(PendingReduction):
         # Not kept alive until the next step; and before the event, after which the next reduction may begin.
         self._buffer = self.message = None
         self._ended.set()
+        # After the event: if this is the last reference, the thread ends, and nothing else may be left to do.
+        self._reduction = None
 
 
 class _Streamed(PendingReduction):
@@ -271,7 +275,7 @@ class TwoMessageReduction(GradientReduction):
         kept = self._buffer(buffer, index, shapes)
         with torch.no_grad():
             if buffer.device.type == "cpu":
-                pending = _Pending(kept, buffer)
+                pending = _Pending(kept, buffer, self)
                 self._worker.submit(pending)
             else:
                 if self._stream is None:
