@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
 from accelerate_lshdp.data.weighting import LossWeighting
@@ -58,6 +59,10 @@ def _number(kind: type, name: str) -> Callable[[str], Any]:
 
 
 _integer, _real = _number(int, "an integer"), _number(float, "a number")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -206,13 +211,17 @@ class LSDPPlugin:
             setattr(self, name, allowed(text) if isinstance(allowed, type) else text)
         if isinstance(self.units, str):
             self.units = _names(self.units)
+        for name in ("reshard_after_forward", "pin_memory"):
+            flag = getattr(self, name)
+            if flag is not None and not isinstance(flag, bool):  # "false" would count as true
+                raise ValueError(f"{name}={flag!r} from {origin(name)} should be True or False")
         for name, least in (("prefetch", 1), ("powersgd_rank", 1), ("powersgd_warmup_steps", 0)):
             number = getattr(self, name)
-            if number is not None and number < least:
-                raise ValueError(f"{name}={number} from {origin(name)} should be {least} or more")
+            if number is not None and not (_is_number(number, Integral) and number >= least):
+                raise ValueError(f"{name}={number!r} from {origin(name)} should be an integer, {least} or more")
         megabytes = self.bucket_megabytes
-        if megabytes is not None and not megabytes > 0:
-            raise ValueError(f"bucket_megabytes={megabytes} from {origin('bucket_megabytes')} should be positive")
+        if megabytes is not None and not (_is_number(megabytes, Real) and megabytes > 0):
+            raise ValueError(f"bucket_megabytes={megabytes!r} from {origin('bucket_megabytes')} should be positive")
 
     def policies(
         self,

@@ -67,6 +67,21 @@ def test_parameters_and_logs_of_one_process(
     check(workers, tmp_path, sizes, kind, {"gradient_accumulation_steps": steps}, strategy)
 
 
+@pytest.mark.parametrize("sizes", [[(3, 2), (2, 1)], [6, 2]])
+def test_a_head_that_ignores_the_number_of_items_is_a_mean_over_the_whole_step(
+    workers: WorkerPools, tmp_path: Path, sizes: list[Any]
+) -> None:
+    """transformers itself adds up the means of the accumulated batches; one large batch tells what is right."""
+    alone = {"per_device_train_batch_size": 16}
+    [expected] = workers(1).run(train, str(tmp_path), None, "rows", alone, nodes=(1,))
+
+    found = workers(2).run(train, str(tmp_path), sizes, "rows", {"gradient_accumulation_steps": 2}, nodes=(1, 1))
+
+    for rank in found:
+        assert error(rank["parameters"], expected["parameters"]) <= PARAMETERS
+        assert rank["step"] == expected["step"] == 8
+
+
 def test_units_in_different_stores_train_as_one_process(workers: WorkerPools, tmp_path: Path) -> None:
     """The layers keep their cache of keys and values out of what is computed twice."""
     placement = ModelPlacement(
