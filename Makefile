@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 OUTPUT ?= outputs/quickstart
 # Two processes: tests on several ranks leave a half of two cores idle.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2
 CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs conftest.py)
 
 .PHONY: quickstart test test-slow test-versions quality style clean benchmark-planning benchmark-cluster

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 # Read when huggingface_hub, tokenizers and torch are imported, so set before any test module is.
@@ -21,13 +22,18 @@ from workers import WorkerPools  # noqa: E402
 gc.disable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps the tests of a file in one process, and all that use the emulated cluster, where `-n` starts several."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            folder = item.path.parent
-            together = folder if folder.parent.name == "benchmarks" else item.path
-            item.add_marker(pytest.mark.xdist_group(str(together.relative_to(config.rootpath))))
+    from xdist.scheduler import LoadScopeScheduling
+
+    # Not by marks and `--dist loadgroup`: xdist 3.8 writes them where pytest 9.2 does not read them.
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "benchmarks" if file.startswith("benchmarks/") else file
+
+    return FileScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
