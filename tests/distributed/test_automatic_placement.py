@@ -19,7 +19,7 @@ from training_cases import CASES, collate, make_optimizer, reference_run, relati
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.accelerator import automatic_placement
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
 from accelerate_lshdp.profiling.rates import Rates
 
 
@@ -116,7 +116,7 @@ def test_little_memory_is_kept_and_exact(workers) -> None:
     assert ample["micro_batches"] == [(6, 1), (6, 1)]
     # 28 thousand parameters of 32 bytes (fp64), whole on each rank, are 0.9 MB without activations; beside them the C
     # library keeps 64 MiB. Of the limit a tenth is left free.
-    limit = round((1.1 + LARGEST_KEPT_END / 1e6) / 0.9, 1)
+    limit = round((1.1 + FREE_IN_HEAP / 1e6) / 0.9, 1)
     little = check(workers(2).run(train, "gpt2", limit, nodes=(1, 1), timeout=90), "gpt2")
     assert little["placement"]["units"] != ample["placement"]["units"]
     assert stores(little) != stores(ample) or any(unit["checkpoint"] for unit in little["placement"]["units"].values())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS, default_bucket_bytes
 from accelerate_lshdp.documents.collectives import group_sizes
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK, LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_BLOCK, LARGEST_KEPT_END
 from accelerate_lshdp.documents.strategy import Gathered, SharedBy, StrategyTraits, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
@@ -89,7 +89,8 @@ class RankMemory:
         starting: parameters before they are shared, with what is made of them: needed at the start, not later.
         is_offloaded: whether parameters, gradients and optimizer states are in host memory.
         computes_on_hosts: whether ranks compute there, too.
-        leaves_holes: whether units are gathered in blocks of the C library's heap, see `leaves_holes`.
+        gathers: whether units are gathered.
+        leaves_holes: whether they are gathered in blocks of the C library's heap, see `leaves_holes`.
     """
 
     parameters: float
@@ -102,6 +103,7 @@ class RankMemory:
     starting: float
     is_offloaded: bool
     computes_on_hosts: bool
+    gathers: bool
     leaves_holes: bool
 
     @property
@@ -112,8 +114,10 @@ class RankMemory:
     @property
     def heap(self) -> float:
         """Bytes that the C library keeps free, where ranks compute in host memory: the heap's end, and its holes."""
+        if not self.computes_on_hosts:
+            return 0.0
         holes = self.gathered + self.unreduced + self.activations if self.leaves_holes else 0.0
-        return LARGEST_KEPT_END + holes if self.computes_on_hosts else 0.0
+        return holes + (LARGEST_KEPT_END if self.gathers else FREE_IN_HEAP)
 
     @property
     def bytes_for_activations(self) -> int:
@@ -183,17 +187,14 @@ def rank_memory(
             communication = WIRE_FORMATS[communication_dtype].kept_bytes(compressed, len(nodes))
         if traits.shared_by is SharedBy.NOBODY and traits.is_plain:
             communication += gradients  # DDP's buckets beside .grad
-        if traits.shared_by is SharedBy.NOBODY or is_mapped:
-            # Nothing is gathered; autocast makes a copy.
+        gathers = not (traits.shared_by is SharedBy.NOBODY or is_mapped)
+        if not gathers:  # autocast makes a copy
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered
             unreduced = waiting_bytes(counts.trainable * each.gradient, len(nodes)) if share > 1 else 0.0
         else:
             gathered, unreduced = _of_units(
                 traits, counts, each, accumulates, gradients if computes_on_hosts else None
             )
-            if computes_on_hosts and traits.is_offloaded:
-                # FSDP2 copies them out of the messages, also where these are in host memory. As much again was taken.
-                unreduced += gradients
         memory.append(
             RankMemory(
                 parameters=whole / share,
@@ -206,10 +207,11 @@ def rank_memory(
                 starting=_starting(traits, whole, gradients, share) if computes_on_hosts else 0.0,
                 is_offloaded=traits.is_offloaded,
                 computes_on_hosts=computes_on_hosts,
+                gathers=gathers,
                 leaves_holes=(
                     computes_on_hosts
+                    and gathers
                     and share > 1
-                    and not is_mapped
                     and leaves_holes(max(counts.units, default=counts.root) * each.gathered)
                 ),
             )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
@@ -98,7 +98,7 @@ def _process_bytes(profile: Profile, rank: MeasuredRank, model: ModelSizes) -> i
         peak - states - size * sample for size, peak in zip(rank.memory.batch_sizes, rank.memory.bytes, strict=True)
     ]
     # What the C library keeps was measured with the rest, and is a term of every placement on hosts.
-    kept = LARGEST_KEPT_END if _computes_on_hosts(profile) else 0
+    kept = FREE_IN_HEAP if _computes_on_hosts(profile) else 0
     return max(rank.process_bytes, int(max(beyond)) - kept)
 
 

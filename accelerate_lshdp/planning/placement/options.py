@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
 from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.planning.cost.step_writer import BACKWARD_SHARE
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
@@ -103,7 +103,7 @@ def _rows(
             "rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""),
             limit,
             cluster.process_bytes
-            + (LARGEST_KEPT_END if cluster.computes_on_hosts else 0)
+            + (FREE_IN_HEAP if cluster.computes_on_hosts else 0)
             + math.ceil(samples * model.working_bytes),
             (2, 2 if cluster.computes_on_hosts else 1, samples),
             tuple(own),
