@@ -43,7 +43,7 @@ def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
     return _cpu_seconds(copy) / sum(source.nbytes for source in sources)
 
 
-def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
+def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]], scatter: Callable[..., object]) -> float:
     """Of a byte that ranks of a node send each other when they gather a unit twice and reduce it (collective).
 
     Not that of an all-reduce: where both were measured, this was two to three times as much.
@@ -51,6 +51,7 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
     Args:
         size: bytes of the unit.
         nodes: ranks of each node. One without others sends nothing: 0.
+        scatter: the reduce-scatter: of an output, an input, a group and an operation.
     """
     with temporary_group(nodes) as own:
         count = own.size()
@@ -58,9 +59,17 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]]) -> float:
             return 0.0
         shard = torch.zeros(max(1, size // 4 // count))
         whole = torch.zeros(shard.numel() * count)
-        gather = _exchange_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=own))
-        reduce = _exchange_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=own))
-    return count * (2 * gather + reduce) / 3 / ((count - 1) * whole.nbytes)
+
+        # Into new memory each time, as FSDP2 gathers and reduces: where it is given back in between, the kernel has to
+        # find and clear its pages.
+        def gather() -> None:
+            dist.all_gather_into_tensor(torch.empty_like(whole), shard, group=own)
+
+        def reduce() -> None:
+            scatter(torch.empty_like(shard), whole, own, dist.ReduceOp.SUM)
+
+        seconds = 2 * _exchange_seconds(gather) + _exchange_seconds(reduce)
+    return count * seconds / 3 / ((count - 1) * whole.nbytes)
 
 
 def seconds_per_unit(plain: nn.Module, sharded: nn.Module, blocks: int, batch: Mapping[str, torch.Tensor]) -> float:

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -85,8 +86,14 @@ class EmulatedRank(Rank):
             is_peer: whether these are the processes of plain PyTorch.
             node_sizes: how many of the ranks, in their order, are on each node.
         """
+        from accelerate_lshdp.engine.wire.reduction import TimedReduceScatter
+        from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
+        from accelerate_lshdp.runtime.wait_clock import WaitClock
         from laboratory import overheads
 
+        if not is_peer:
+            # As in trainings that gather units. They have fresh processes, or their turns say it anew.
+            keep_freed_memory(gathers=True)
         ranks = iter(range(dist.get_world_size()))
         nodes = [list(islice(ranks, size)) for size in node_sizes]
         _, units = models.measure(self.model)
@@ -95,7 +102,9 @@ class EmulatedRank(Rank):
         fused = None if is_peer else True  # as the engine does it on CPUs
         return {
             "copy_seconds_per_byte": overheads.copy_seconds_per_byte(max(unit_bytes), len(unit_bytes)),
-            "inside_seconds_per_byte": overheads.inside_seconds_per_byte(max(unit_bytes), nodes),
+            "inside_seconds_per_byte": overheads.inside_seconds_per_byte(
+                max(unit_bytes), nodes, _reduce_scatter if is_peer else TimedReduceScatter(WaitClock())
+            ),
             "seconds_per_unit": self._seconds_per_unit(),
             "optimizer_seconds": overheads.sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
         }
@@ -145,6 +154,11 @@ class EmulatedRank(Rank):
 
             self.slowdowns[name] = Slowdown(models.blocks_of(model), self.slowdown_factor)
         return model
+
+
+def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp) -> None:
+    """The backend's own, which plain FSDP2 takes."""
+    dist.reduce_scatter_tensor(output, whole, op=op, group=group)
 
 
 def sent_bytes(interface: str, counters: str) -> int:
