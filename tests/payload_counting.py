@@ -50,6 +50,7 @@ class PayloadCounter:
         (dist, "all_gather_into_tensor"): ("all_gather", "output_tensor"),
         (dist, "reduce_scatter_tensor"): ("reduce_scatter", "input"),
         (collectives, "_all_gather"): ("all_gather", "output_tensor"),
+        (collectives, "gather_in_ring"): ("all_gather", "parts"),
         (collectives, "_reduce_scatter"): ("reduce_scatter", "input"),
     }
 

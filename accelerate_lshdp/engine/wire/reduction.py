@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.engine.wire.host_exchange import exchange_in_pairs, gather_in_ring
 from accelerate_lshdp.runtime.profiler_labels import label
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -271,6 +272,8 @@ class OrderedReductions:
 class TimedAllGather(AllGather):
     """FSDP2's all-gather of a unit's parameters, with the seconds that it blocks counted.
 
+    On gloo it is a ring of messages into the output, synchronous, whatever ``async_op`` asks for.
+
     Args:
         clock: counts them.
     """
@@ -288,34 +291,19 @@ class TimedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if output_tensor.device.type == "cpu":
+            own = (parts := output_tensor.view(group.size(), -1))[group.rank()]
+            if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 gives a view of the output
+                own.copy_(input_tensor)
+            self.fill(parts.unbind(), group)
+            return None
         with label("all_gather"), self.clock.waiting():
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
-
-def exchange_in_pairs(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """An all-to-all over the host in which every rank gets from one rank at a time (blocks).
-
-    gloo's own lets all ranks send to each other at once. Several streams into one port of a switch overrun its queue
-    there, and what TCP then sends again leaves half of a slow link unused.
-
-    Args:
-        received: 1-D, one equal part from each rank, in their order.
-        sent: likewise, one part to each rank.
-    """
-    size, rank = group.size(), group.rank()
-    parts_in, parts_out = received.view(size, -1), sent.view(size, -1)
-    parts_in[rank].copy_(parts_out[rank])
-    # In round d every rank receives from rank - d and sends to rank + d: each port has one stream in and one out.
-    for distance in range(1, size):
-        source, target = (rank - distance) % size, (rank + distance) % size
-        works = (
-            # The receive is posted first, and neither is waited for before both are: two ranks that each wait for
-            # their send would wait for ever.
-            dist.irecv(parts_in[source], group=group, group_src=source),
-            dist.isend(parts_out[target], group=group, group_dst=target),
-        )
-        for work in works:
-            work.wait()
+    def fill(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Gathers on the host: ``parts`` are those of the group's ranks, of which this rank has its own."""
+        with label("all_gather"), self.clock.waiting():
+            gather_in_ring(parts, group)
 
 
 class TimedReduceScatter(ReduceScatter):
@@ -342,6 +330,7 @@ class TimedReduceScatter(ReduceScatter):
         self.clock = clock
         self.dtype = dtype
         self.convert = convert
+        self._received: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -364,15 +353,23 @@ class TimedReduceScatter(ReduceScatter):
                 if input_tensor.device.type != "cpu" and not compress:
                     return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
                 sent = self.convert(input_tensor, self.dtype) if compress else input_tensor
-                received = torch.empty_like(sent)
                 # Both ways end, for this stream, before `received` is read below and before this returns: FSDP2 reuses
                 # the input for the next unit.
                 if sent.device.type == "cpu":
+                    received = self._scratch(sent)
                     exchange_in_pairs(received, sent, group)
                 else:
+                    received = torch.empty_like(sent)
                     dist.all_to_all_single(received, sent, group=group)
             # A reduction by the backend would add up in the precision of the wire; here the terms alone are converted.
             # Ranks are added in their order, so a run gives the same bits every time.
             parts = received.view(group.size(), -1)
             torch.sum(parts, dim=0, dtype=output_tensor.dtype, out=output_tensor)
         return None
+
+    def _scratch(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory of the host that is used for every unit: new memory would cost more time than a message in it."""
+        if self._received is None or self._received.dtype != like.dtype or self._received.numel() < like.numel():
+            self._received = None  # before the larger one is made
+            self._received = torch.empty_like(like)
+        return self._received[: like.numel()]
