@@ -43,7 +43,12 @@ def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
     return _cpu_seconds(copy) / sum(source.nbytes for source in sources)
 
 
-def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]], scatter: Callable[..., object]) -> float:
+def inside_seconds_per_byte(
+    size: int,
+    nodes: Sequence[Sequence[int]],
+    gather: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object],
+    scatter: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, dist.ReduceOp.RedOpType], object],
+) -> float:
     """Of a byte that ranks of a node send each other when they gather a unit twice and reduce it (collective).
 
     Not that of an all-reduce: where both were measured, this was two to three times as much.
@@ -51,7 +56,8 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]], scatter: 
     Args:
         size: bytes of the unit.
         nodes: ranks of each node. One without others sends nothing: 0.
-        scatter: the reduce-scatter: of an output, an input, a group and an operation.
+        gather: all-gather, of an output, an input and a group.
+        scatter: reduce-scatter, of an output, an input, a group and an operation.
     """
     with temporary_group(nodes) as own:
         count = own.size()
@@ -59,16 +65,10 @@ def inside_seconds_per_byte(size: int, nodes: Sequence[Sequence[int]], scatter: 
             return 0.0
         shard = torch.zeros(max(1, size // 4 // count))
         whole = torch.zeros(shard.numel() * count)
-
         # Into new memory each time, as FSDP2 gathers and reduces: where it is given back in between, the kernel has to
         # find and clear its pages.
-        def gather() -> None:
-            dist.all_gather_into_tensor(torch.empty_like(whole), shard, group=own)
-
-        def reduce() -> None:
-            scatter(torch.empty_like(shard), whole, own, dist.ReduceOp.SUM)
-
-        seconds = 2 * _exchange_seconds(gather) + _exchange_seconds(reduce)
+        seconds = 2 * _exchange_seconds(lambda: gather(torch.empty_like(whole), shard, own))
+        seconds += _exchange_seconds(lambda: scatter(torch.empty_like(shard), whole, own, dist.ReduceOp.SUM))
     return count * seconds / 3 / ((count - 1) * whole.nbytes)
 
 

@@ -86,11 +86,13 @@ class EmulatedRank(Rank):
             is_peer: whether these are the processes of plain PyTorch.
             node_sizes: how many of the ranks, in their order, are on each node.
         """
-        from accelerate_lshdp.engine.wire.reduction import TimedReduceScatter
+        from accelerate_lshdp.engine.wire.reduction import TimedAllGather, TimedReduceScatter
         from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
         from accelerate_lshdp.runtime.wait_clock import WaitClock
         from laboratory import overheads
 
+        clock = WaitClock()
+        exchanges = (_all_gather, _reduce_scatter) if is_peer else (TimedAllGather(clock), TimedReduceScatter(clock))
         if not is_peer:
             # As in trainings that gather units. They have fresh processes, or their turns say it anew.
             keep_freed_memory(gathers=True)
@@ -102,9 +104,7 @@ class EmulatedRank(Rank):
         fused = None if is_peer else True  # as the engine does it on CPUs
         return {
             "copy_seconds_per_byte": overheads.copy_seconds_per_byte(max(unit_bytes), len(unit_bytes)),
-            "inside_seconds_per_byte": overheads.inside_seconds_per_byte(
-                max(unit_bytes), nodes, _reduce_scatter if is_peer else TimedReduceScatter(WaitClock())
-            ),
+            "inside_seconds_per_byte": overheads.inside_seconds_per_byte(max(unit_bytes), nodes, *exchanges),
             "seconds_per_unit": self._seconds_per_unit(),
             "optimizer_seconds": overheads.sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
         }
@@ -156,8 +156,12 @@ class EmulatedRank(Rank):
         return model
 
 
+def _all_gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The backend's own, which plain FSDP2 takes; likewise `_reduce_scatter`."""
+    dist.all_gather_into_tensor(output, part, group=group)
+
+
 def _reduce_scatter(output: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp) -> None:
-    """The backend's own, which plain FSDP2 takes."""
     dist.reduce_scatter_tensor(output, whole, op=op, group=group)
 
 

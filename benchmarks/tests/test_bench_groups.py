@@ -10,6 +10,9 @@ from laboratory.message_delay import message_delay_seconds
 from laboratory.overheads import inside_seconds_per_byte
 from torch.distributed.distributed_c10d import _world
 
+from accelerate_lshdp.engine.wire.reduction import TimedAllGather, TimedReduceScatter
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
 
 def count_groups(what: str) -> tuple[int, int]:
     """Groups before and after something is measured."""
@@ -17,7 +20,8 @@ def count_groups(what: str) -> tuple[int, int]:
     if what == "delay":
         message_delay_seconds(1000, [(0, 1, 2)])
     elif what == "inside":
-        inside_seconds_per_byte(1000, [(0, 1), (2,)])
+        clock = WaitClock()
+        inside_seconds_per_byte(1000, [(0, 1), (2,)], TimedAllGather(clock), TimedReduceScatter(clock))
     else:
         measure_format(what, [torch.Size((64, 64))])
     return before, len(_world.pg_map)

@@ -11,40 +11,40 @@ import torch
 import torch.distributed as dist
 from laboratory import overheads
 
+from accelerate_lshdp.engine.wire.reduction import TimedAllGather, TimedReduceScatter
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
 
 def of_bytes_inside(nodes: list[list[int]]) -> tuple[float, list[tuple[str, int, int]]]:
     """Where a gather takes 2 s and a reduction 5 s; also what was exchanged: its name, bytes and ranks."""
     exchanged: list[tuple[str, int, int]] = []
-    real = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
     real_seconds = overheads._exchange_seconds
 
-    def noting(name: str) -> Callable[..., Any]:
-        def exchange(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def noting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def exchange(output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, *options: Any) -> None:
             exchanged.append((name, max(output.nbytes, given.nbytes), group.size()))
-            real[name](output, given, group=group)
+            real(output, given, group, *options)
 
         return exchange
 
     def pretended(work: Callable[[], object]) -> float:
         assert real_seconds(work) > 0
-        return {"all_gather_into_tensor": 2.0, "reduce_scatter_tensor": 5.0}[exchanged[-1][0]]
+        return {"gather": 2.0, "scatter": 5.0}[exchanged[-1][0]]
 
+    clock = WaitClock()
+    gather, scatter = noting("gather", TimedAllGather(clock)), noting("scatter", TimedReduceScatter(clock))
     overheads._exchange_seconds = pretended
     try:
-        for name in real:
-            setattr(dist, name, noting(name))
-        return overheads.inside_seconds_per_byte(4000, nodes), sorted(set(exchanged))
+        return overheads.inside_seconds_per_byte(4000, nodes, gather, scatter), sorted(set(exchanged))
     finally:
         overheads._exchange_seconds = real_seconds
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 def test_a_byte_inside_a_node_costs_its_part_of_two_gathers_and_a_reduction(workers: Any) -> None:
     # Two ranks take (2 + 2 + 5) / 3 seconds each and send 4000 bytes together.
     for found, exchanged in workers(4).run(of_bytes_inside, [[0, 1], [2, 3]], timeout=60):
         assert found == 2 * 3.0 / 4000
-        assert exchanged == [("all_gather_into_tensor", 4000, 2), ("reduce_scatter_tensor", 4000, 2)]
+        assert exchanged == [("gather", 4000, 2), ("scatter", 4000, 2)]
 
 
 def test_ranks_without_others_on_their_node_send_nothing_inside(workers: Any) -> None:
