@@ -24,16 +24,16 @@ gc.disable()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps the tests of a file in one process, and all that use the emulated cluster, where `-n` starts several."""
+    """Keeps all tests that use the emulated cluster in one process, where `-n` starts several."""
     from xdist.scheduler import LoadScopeScheduling
 
     # Not by marks and `--dist loadgroup`: xdist 3.8 writes them where pytest 9.2 does not read them.
-    class FileScheduling(LoadScopeScheduling):
+    class TestScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "benchmarks" if file.startswith("benchmarks/") else file
+            # Others one by one: with whole files, one process ends minutes before the other.
+            return "benchmarks" if nodeid.startswith("benchmarks/") else nodeid
 
-    return FileScheduling(config, log)
+    return TestScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
