@@ -178,19 +178,28 @@ def leave_out_in_time(action: Callable[[], object]) -> None:
 WAITS: dict[str, Wait] = {"waits": do, "does not wait": leave_out, "is lucky": leave_out_in_time}
 
 
+_EVERYTHING = {"copy_delay": 0.05, "collective_delay": 0.05, "compute_delay": 0.02}
+#: Seconds that what a program has to wait for takes longer, by the end of the program's name.
+_DELAYS = {
+    "copy": {"copy_delay": 0.3},
+    "compute": {"compute_delay": 0.3},
+    "collective": {"collective_delay": 0.3},
+}
+
+
 def run(program: str, how: str, is_slow: bool) -> tuple[bool, list[str]]:
     """Whether a program's values are right, and the races that were found.
 
     Args:
         program: one of those above.
         how: what it does where it needs its wait.
-        is_slow: everything on the device takes longer.
+        is_slow: what the program waits for takes longer, or everything on the device.
     """
     if dist.get_world_size() > 1:
         device.join_device_world()
         dist.barrier()  # luck below is about one rank, and not about how far the other one is
     if is_slow:
-        device.configure(copy_delay=0.3, collective_delay=0.3, compute_delay=0.02)
+        device.configure(**_DELAYS.get(program.rpartition("_")[2], _EVERYTHING))
     right = globals()[program](WAITS[how])
     device.synchronize()
     return right, device.races()
