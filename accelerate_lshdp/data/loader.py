@@ -37,8 +37,8 @@ class HeterogeneousDataLoader(DataLoaderShard):
     """A prepared loader of which every rank reads its own number of samples of each global batch.
 
     Whether a pass is for training or evaluation is decided when it starts (`iter(loader)`), by the accelerator, unless
-    `purpose` says it (TRAINING or EVALUATION). `len(loader)` is that of a whole pass that would begin
-    now, also where only its rest would follow a restored position (as torchdata's loaders say it), and
+    `purpose` says it (TRAINING or EVALUATION). `len(loader)` is that of a whole pass that would begin now
+    (also where only its rest follows a restored position, as with torchdata's loaders), and
     `total_batch_size` that of the pass in progress, if there is one; but for a loader that shuffles they are those of
     training passes until its first evaluation pass. A pass for evaluation is that of stock accelerate. In a training
     pass a batch is reported to the context, with its place, at the moment it is yielded; map-style data is not read

@@ -90,6 +90,7 @@ class TwoStageAllGather(AllGather):
             self._gather(node, piece, self.stages.inside)
 
     def _gather_on_host(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
+        """Gathers straight into the output; on devices, where a stage is one collective, `__call__` does."""
         across, inside = self.stages.across, self.stages.inside
         pieces = output_tensor.view(across.size(), inside.size(), -1)
         own = pieces[across.rank(), inside.rank()]
