@@ -18,8 +18,6 @@ from accelerate_lshdp.accelerator.losses.classes import kind_of_class, unwrapped
 from accelerate_lshdp.accelerator.losses.parts import Composition
 from accelerate_lshdp.data.tokens import integer_labels
 from accelerate_lshdp.engine.prepared import PreparedModel
-from accelerate_lshdp.engine.stores.sliced.head_loss import RowLosses
-from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits
 
 
 if TYPE_CHECKING:
@@ -55,13 +53,7 @@ class Forward:
         """Where a loss of it was given to ``backward``; None: nowhere yet."""
         self._items = named.get("num_items_in_batch")
         logits, loss = _logits_and_loss(output)
-        self.row_losses: Sequence[RowLosses] = ()
-        """Of the cross entropies that were computed without logits."""
-        kept = logits
-        if isinstance(logits, SlicedLogits):
-            # Their values take a collective, and not all ranks may look at their losses.
-            self.row_losses, kept = logits.call.losses, None
-        self.logits = None if kept is None else kept.detach()
+        self.logits = None if logits is None else logits.detach()
         self.loss = None if loss is None else loss.detach()
         """Its own loss."""
         # Marks, as an operation itself would keep the activations of a forward alive that no backward follows.
@@ -97,7 +89,6 @@ class Forward:
     def release(self) -> None:
         """Forgets all that takes memory."""
         self.logits = self.loss = self._end = self._end_of_logits = None
-        self.row_losses = ()
         self._items, self._auxiliary = None, (None, None)
 
 

@@ -21,7 +21,6 @@ from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice
-from accelerate_lshdp.engine.stores.sliced.logits import settle_outputs
 from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.stand_in import SlicedTensor
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
@@ -67,17 +66,12 @@ class SlicedStore(Store):
         self._are_replaced = False
         self._synchronise = False
         self._inside: set[int] = set()  # ids of modules whose forward runs
-        of_units = {id(module) for unit in units for module in unit.modules()}
-        self._heads = [
-            weight for weight in self._weights if any(id(module) not in of_units for module, _ in weight.places)
-        ]
         # Their own modules, too: recomputing calls these in a backward, and not the units.
         holders = [module for weight in self._weights for module, _ in weight.places]
         for module in {id(module): module for module in (context.module, *units, *holders)}.values():
             context.attachments.add(
                 module.register_forward_pre_hook(self._enter, prepend=True),
-                # Before FSDP2's own, which registers hooks on outputs: logits without a loss are tensors by then.
-                module.register_forward_hook(self._leave, prepend=True, always_call=True),
+                module.register_forward_hook(self._leave, always_call=True),
             )
         context.attachments.add(context.module.register_state_dict_pre_hook(self._before_state_dict))
 
@@ -96,21 +90,11 @@ class SlicedStore(Store):
     def _enter(self, module: nn.Module, args: tuple) -> None:
         self._inside.add(id(module))
         self._replace()
-        if module is self.context.module:
-            for weight in self._heads:
-                weight.enter_forward()
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        try:
-            # In the forward still: what a model returns without a loss is computed as it would have been.
-            return settle_outputs(output) if module is self.context.module else output
-        finally:
-            if module is self.context.module:
-                for weight in self._heads:
-                    weight.leave_forward()
-            self._inside.discard(id(module))
-            if not self._inside and not self.context.state.in_backward:
-                self._restore()
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._inside.discard(id(module))
+        if not self._inside and not self.context.state.in_backward:
+            self._restore()
 
     def _replace(self) -> None:
         if self._are_replaced:
@@ -182,13 +166,9 @@ class SlicedStore(Store):
 
     def before_step(self) -> None:
         self._restore()
-        for weight in self._weights:
-            weight.will_change()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
         self._restore()
-        for weight in self._weights:
-            weight.will_change()
 
     def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         return is_noop_conversion(convert, self.module, self._device)
