@@ -17,6 +17,8 @@ class BackwardState:
     Attributes:
         in_backward: whether a backward was begun and not finished.
         bypassed: whether autograd produced gradients outside of one.
+        is_alone: whether it is the only model of the backward: then ranks wait for nothing between autograd and
+            `Flow.deliver`.
         took_part: whether autograd produced gradients for the model since the last one was begun.
         local: the gradients that this rank holds alone.
     """
@@ -24,6 +26,7 @@ class BackwardState:
     def __init__(self) -> None:
         self.in_backward = False
         self.bypassed = False
+        self.is_alone = True
         self.took_part = False
         self.local = LocalGradients()
         self._used: set[int] = set()

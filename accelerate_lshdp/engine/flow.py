@@ -32,6 +32,7 @@ class Flow:
     def begin(self) -> None:
         """Makes all models ready for autograd; each synchronises as its last forward says."""
         for model in self._models:
+            model.state.is_alone = len(self._models) == 1
             model.begin_backward(model.synchronise_next)
 
     def deliver(self, took_part: Collection[PreparedModel]) -> None:

@@ -154,6 +154,40 @@ def test_gradients_are_final_on_every_rank_and_clipping_is_the_same_everywhere(w
         assert relative_error(ranks[0][what], reference) <= 1e-12, what
 
 
+class Chain(nn.Module):
+    """More layers than buckets may wait; the last one, whose gradients come first, may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(WAITING_BUCKETS + 2)))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, whole: bool = True) -> torch.Tensor:
+        judged = self.layers(inputs)
+        return judged + self.last(judged) if whole else judged
+
+
+def leave_a_layer_out(rank_that_does: int) -> dict[str, torch.Tensor]:
+    accelerator, _, _, _ = start((1, 1), megabytes=0.00005)  # a bucket for each parameter
+    maker, judge = accelerator.prepare(Chain().double(), Chain().double())
+    inputs = torch.ones(1, 4, dtype=torch.float64)
+    loss = judge(maker(inputs), whole=accelerator.process_index != rank_that_does).square().mean()
+    accelerator.backward(loss)
+    return gradients(judge)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_ahead_in_one_of_two_models_goes_on(workers, rank):
+    """Ranks tell each other what models their losses are of after autograd, so none may wait for others inside."""
+    maker, judge, inputs = Chain().double(), Chain().double(), torch.ones(1, 4, dtype=torch.float64)
+    for whole in (True, False):
+        (judge(maker(inputs), whole).square().mean() / 2).backward()
+    found = workers(2).run(leave_a_layer_out, rank, nodes=(2,), timeout=60)
+    assert identical(found)
+    assert relative_error(found[0], gradients(judge)) <= 1e-12
+
+
 def steps_of_every_kind(accelerate: bool, sizes: tuple = (2, 1)) -> dict:
     """Two backwards before a step, with other heads; a step that is left out; a closure; gradients kept as zeros."""
     if accelerate:

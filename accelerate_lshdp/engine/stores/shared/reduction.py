@@ -49,8 +49,6 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
-        most_waiting: buckets of this rank that may wait to be added; `ready` waits while there are more. None: any
-            number.
 
     Attributes:
         changes: how often all ranks of the node have changed their gradients together, by clipping.
@@ -63,10 +61,9 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
-        most_waiting: int | None = None,
     ) -> None:
         self.clock = clock
-        self._most_waiting = most_waiting
+        self._most_waiting: int | None = None
         self.timeout_seconds = timeout_seconds
         self.changes = 0
         self._memory = memory
@@ -91,8 +88,14 @@ class NodeReduction:
 
     # The training loop's calls
 
-    def begin(self) -> None:
-        """Begins a backward. From now on other ranks may write where this rank's last gradients are."""
+    def begin(self, most_waiting: int | None = None) -> None:
+        """Begins a backward. From now on other ranks may write where this rank's last gradients are.
+
+        Args:
+            most_waiting: buckets of this rank that may wait to be added; `ready` waits while there are more. None: any
+                number.
+        """
+        self._most_waiting = most_waiting
         # Not in `abandon`, where the error is on its way to the script. Here all ranks have come to train on.
         if self._abandoned:
             self._finish_abandoned()
@@ -123,7 +126,8 @@ class NodeReduction:
                 self._owned.append(index)
         self._memory.wake_self()
         if self._most_waiting is not None and len(self._queue) > self._most_waiting:
-            # Ranks wait for those before them alone, and the first one for its own thread: so this ends.
+            # Ranks wait for those before them alone, and the first one for its own thread: so this ends, if those
+            # before this one need nothing of it until they have handed in all of their buckets.
             with self.clock.waiting():
                 self._wait(lambda: len(self._queue) <= self._most_waiting, "add its gradients")
 

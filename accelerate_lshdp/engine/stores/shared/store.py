@@ -53,7 +53,7 @@ class SharedStore(Store):
         waits_in_backward: whether a rank that is ahead waits in its backward for the ranks of its node that add their
             gradients before it; else it keeps its own until the end. Not where other stores have collectives in the
             backward: a rank that waits in one of them for this rank may be the one that this rank waits for, if their
-            forwards have not used the same parameters.
+            forwards have not used the same parameters. Nor, whatever this says, in a backward of several models.
 
     Raises:
         NodeMemoryError: on all ranks, if the ranks of a node cannot share memory.
@@ -135,8 +135,7 @@ class SharedStore(Store):
         }
         self._words = memory.tensor(0, (layout.bytes // 4,), torch.int32)
         self._places, _ = sampled_places([self._views[index] for index in range(len(self._parameters))], self._words)
-        most_waiting = WAITING_BUCKETS if self._waits_in_backward else None
-        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds, most_waiting)
+        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
@@ -202,7 +201,10 @@ class SharedStore(Store):
             # Autograd makes tensors of its own then, which the thread adds; it never writes to the shared ones.
             self._parameters[index].grad = None
         # Last: once all ranks have come here, the first one may overwrite the shared gradients that were cloned above.
-        self._reduction.begin()
+        # Ranks with several models ask each other after autograd which of them take part, before they hand in what
+        # their losses have left out. A rank that waited for that inside autograd would not answer.
+        waits = self._waits_in_backward and self.context.state.is_alone
+        self._reduction.begin(WAITING_BUCKETS if waits else None)
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """Takes a gradient that autograd has produced, and hands in its bucket if that was the last one missing."""
