@@ -372,16 +372,20 @@ def turn_dropout_off(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weighting"),
-    [(name, None) for name in TRANSFORMERS]
-    + [(name, "tokens") for name, found in TRANSFORMERS.items() if found != "SAMPLES"],
+    ("name", "weighting", "strategy", "nodes"),
+    [(name, None, "ddp", (1, 1)) for name in TRANSFORMERS]
+    + [
+        (name, "tokens", strategy, nodes)
+        for name, found in TRANSFORMERS.items()
+        if found != "SAMPLES"
+        for strategy, nodes in (("ddp", (1, 1)), ("lsdp", (2,)))
+    ],
 )
-def test_models_of_transformers_count_as_in_one_process(workers, name, weighting):
+def test_models_of_transformers_count_as_in_one_process(workers, name, weighting, strategy, nodes):
     model, batch = tiny_model(name)
     turn_dropout_off(model.double())
     model(**batch).loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    strategy, nodes = ("ddp", (1, 1)) if weighting is None else ("lsdp", (2,))
     arguments = (train_transformers, name, weighting, torch.float64, strategy)
     for gradients, found, _ in workers(2).run(*arguments, nodes=nodes):
         # One label a sample fits means over both.

@@ -281,7 +281,7 @@ def test_steps_and_learning_rates_are_those_of_plain_accelerate(workers, name, s
     pool, plan = workers(sum(nodes)), unequal(sum(nodes), strategy)
     expected = pool.run(run_stock, name, timeout=TIMEOUT_SECONDS)
     found = pool.run(run_ours, name, plan, nodes=nodes, timeout=TIMEOUT_SECONDS)
-    assert expected[0][0] >= 3
+    assert expected[0][0] >= (4 if sum(nodes) == 2 else 3)
     assert found == expected
 
 
