@@ -91,7 +91,7 @@ class LSDPPlugin:
         units: class names or module names of the modules that are gathered and reduced together. Default: the model's
             ``_no_split_modules``, else the entries of its ``ModuleList`` and ``Sequential``.
         reshard_after_forward: whether a unit drops its gathered parameters after the forward. Default: all strategies
-            but ``zero2`` do.
+            but ``zero1`` and ``zero2`` do.
         prefetch: number of units gathered ahead of the computation, on devices with streams. Default 1.
         pin_memory: whether host memory of offloaded parameters is pinned. Default: on devices other than the CPU.
         communication_dtype: how gradients travel between nodes, by a name of `documents.wire_format.WIRE_FORMATS`:
