@@ -26,11 +26,16 @@ from accelerate_lshdp.data.loader import EVALUATION
 from accelerate_lshdp.data.position import check_state
 from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks
 
 
 logger = get_logger(__name__)
+
+#: In checkpoints: that lossy formats took the sums of nodes. Before it was written there, each rank had errors of its
+#: own under strategies that replicate, and its node's sum would be compressed with those of one of them.
+_SUMS_INSIDE_NODES = "sums_inside_nodes"
 
 
 def layout_of(session: Session) -> NodeLayout:
@@ -166,6 +171,15 @@ def _restore_reductions(session: Session, loaded: LoadedCheckpoint) -> None:
             f"the checkpoint was saved under another plan: what {communication.dtype} keeps from step "
             "to step (rounding errors, warm start) starts anew"
         )
+    is_replicated = session.policies.mechanism is Mechanism.REPLICATED
+    was_of_ranks = is_replicated and session.topology.world_size > session.topology.num_nodes
+    if communication.is_lossy and was_of_ranks and not loaded.extra.get(_SUMS_INSIDE_NODES):
+        if loaded.same_plan:
+            logger.warning(
+                f"the checkpoint was saved by a release under which each rank sent {communication.dtype}, and not the "
+                "sum of its node: what was kept from step to step (rounding errors, warm start) starts anew"
+            )
+        return
     for name, reduction in session.engine.reductions.items():
         prefix = f"{name}/"
         mine = {key: tensor for key, tensor in loaded.extra_tensors.items() if key.startswith(prefix)}
@@ -186,6 +200,7 @@ def _training_objects(accelerator: Accelerator, session: Session) -> TrainingObj
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "automatic_sizes": None if session.sizing is None else session.sizing.state_dict(),
             "losses": session.losses.findings,
+            _SUMS_INSIDE_NODES: True,
         },
     )
 

@@ -5,6 +5,7 @@ Each node has its own folder. The interrupted run and the run that continues it 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from training_cases import CASES, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.accelerator import run_checkpoints
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
@@ -238,3 +240,27 @@ def test_a_node_without_the_checkpoint_gets_it(workers, tmp_path):
     for (parameters, *_), (expected, *_) in zip(workers(2).run(train, moved, nodes=(1, 1)), whole, strict=True):
         assert identical(parameters, expected)
     assert (empty / "ckpt").is_dir()
+
+
+def resume_from_before_sums_of_nodes(run: Run) -> tuple[list[str], bool]:
+    """Saves as a release did that compressed each rank's gradients, and goes on; returns warnings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_checkpoints, "_SUMS_INSIDE_NODES", "not there")
+        train(run)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger(run_checkpoints.__name__)
+    logger.addHandler(handler)
+    _, losses, _ = train(replace(run, save_at=None, resume=True))
+    logger.removeHandler(handler)
+    return told, bool(losses)
+
+
+def test_rounding_errors_of_ranks_are_not_taken_for_those_of_nodes(workers, tmp_path):
+    communication = {"communication": POWERSGD}
+    run = Run("ddp", (3, 1, 2, 2), (2, 2), folders(tmp_path, (2, 2)), stop=7, save_at=4, **communication)
+    ranks = workers(4).run(resume_from_before_sums_of_nodes, run, nodes=(2, 2))
+    assert all(went_on for _, went_on in ranks)
+    told, _ = ranks[0]
+    assert any("saved by a release under which each rank sent powersgd" in line for line in told)
