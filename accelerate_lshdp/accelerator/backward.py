@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 
 from accelerate_lshdp.accelerator.accumulation import Accumulation
 from accelerate_lshdp.accelerator.accumulation_windows import INSIDE_WINDOW, LEFT_OPEN, LEFT_OUT
@@ -22,6 +23,9 @@ from accelerate_lshdp.runtime.agreement import all_fail_here
 from accelerate_lshdp.runtime.failures import CommunicationError
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.step_exchange import PendingReports
+
+
+logger = get_logger(__name__)
 
 
 class Backward:
@@ -264,3 +268,15 @@ class Backward:
                     "prepared loader, so its weight is unknown. Iterate over the loader that prepare() returned, or "
                     f"weight losses yourself with {option_advice('loss_weighting', 'none')}"
                 )
+        if place is None and session.world_size > 1 and not session.samples_seen:
+            self._tell_that_sizes_do_nothing()
+
+    def _tell_that_sizes_do_nothing(self) -> None:
+        plan = self._session.plan
+        if plan.batch_sizes is not None or plan.leaves_total_open:
+            what = "automatic batch sizes" if plan.leaves_total_open else f"the plan's batch sizes {plan.batch_sizes}"
+            logger.warning_once(
+                f"the loss is of no batch of a DataLoader that prepare() returned, so {what} change nothing: each "
+                "rank trains on what the script gives it, and gradients are means over the ranks. Give prepare() the "
+                "DataLoader itself, and not a generator that reads it"
+            )

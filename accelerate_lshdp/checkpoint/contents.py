@@ -210,8 +210,11 @@ class _OwnContents:
     def add_optimizers(self, described: Sequence[DescribedOptimizer]) -> None:
         """Adds the optimizers with the state that other ranks of the node own."""
         self.document["optimizers"] = [optimizer.document for optimizer in described]
+        # By name: the groups of an optimizer that was made from a set have another order in each process, and all
+        # ranks have to stream the tensors in the same one.
         self.tensors |= {
-            f"optimizer_{index}.safetensors": optimizer.sources for index, optimizer in enumerate(described)
+            f"optimizer_{index}.safetensors": sorted(optimizer.sources, key=lambda source: source.entry.name)
+            for index, optimizer in enumerate(described)
         }
 
     def describe(self, extra: Mapping[str, torch.Tensor], random_state: dict[str, Any]) -> _RankDescription:

@@ -66,7 +66,6 @@ def _merge(
     ownerships: Mapping[str, NodeOwnership],
     told: Sequence[tuple[dict[str, Any], list[TensorEntry]]],
 ) -> DescribedOptimizer:
-    # In the order of the saved groups, which all ranks share: they have to stream the tensors in the same order.
     own = {source.entry.name: source for source in mine.sources}
     state: dict[str, Any] = {}
     sources: list[TensorSource] = []

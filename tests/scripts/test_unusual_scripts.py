@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -390,6 +391,24 @@ def train_after_the_pass(sizes: list) -> dict:
     accelerator.backward(CASE.loss(model, whole))
     optimizer.step()
     return values(model)
+
+
+def train_on_a_generator() -> list[str]:
+    """The script prepares a generator that reads its loader, which no plan can divide."""
+    accelerator, model, _, _ = start("ddp", [2, 2])
+    generator = accelerator.prepare(iter(DataLoader(CASE.dataset(9, torch.float64), batch_size=3, collate_fn=collate)))
+    model.train()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("accelerate_lshdp.accelerator.backward").addHandler(handler)
+    accelerator.backward(CASE.loss(model, next(generator)))
+    return told
+
+
+def test_a_plan_that_changes_nothing_says_so(workers):
+    told, _ = workers(2).run(train_on_a_generator)
+    assert any("so the plan's batch sizes [2, 2] change nothing" in line for line in told)
 
 
 def test_a_batch_of_no_loader_counts_the_same_on_all_ranks_or_is_refused(workers):
