@@ -18,7 +18,7 @@ from accelerate_lshdp.runtime.step_exchange import RankReport
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
-LATE = 0.25
+LATE = 0.5
 
 
 def train(accelerator, model, optimizer, loader, loss, dawdle) -> StepStatistics:
