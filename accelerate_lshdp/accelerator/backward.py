@@ -19,7 +19,7 @@ from accelerate_lshdp.engine.empty_backward import gradients_of_zero
 from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
-from accelerate_lshdp.runtime.agreement import all_fail_here
+from accelerate_lshdp.runtime.agreement import all_meet_here
 from accelerate_lshdp.runtime.failures import CommunicationError
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.step_exchange import PendingReports
@@ -171,7 +171,7 @@ class Backward:
         session = self._session
         models = session.engine.models
         if not all(prepared.can_be_completed for prepared in models):
-            if not all_fail_here("lshdp/failed backward"):
+            if not all_meet_here("lshdp/failed backward"):
                 raise RuntimeError(
                     f"a backward failed on rank {session.rank} and not on the others, which cannot go on "
                     f"without its part (strategy {session.strategy} gathers parameters in the middle of it): end this "

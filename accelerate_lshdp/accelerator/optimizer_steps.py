@@ -69,7 +69,7 @@ class OptimizerSteps:
     def _take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         session = self._session
         self._refuse_lost_gradients(optimizer)
-        session.engine.before_step()
+        session.engine.before_step(optimizer)
         if session.world_size > 1:
             self._settle_local_gradients(optimizer)
             self._refuse_gradients_of_one_rank(optimizer)

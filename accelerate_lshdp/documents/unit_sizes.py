@@ -38,12 +38,25 @@ class SliceableWeights(Record):
         forward: parameters that one forward gathers: those of each weight as often as it is used.
         backward: parameters that one backward gathers; of an embedding it needs none.
         uses: how often a forward uses one of them.
+        logits_bytes: bytes of one sample's logits, of which a loss keeps as many, if one of the weights is that of an
+            output head and the model computes the loss as a head in slices can. None: there is no such head.
+        loss_bytes: bytes of one sample that a forward or a backward has at a time for no other reason than these
+            logits: what the loss keeps, and by how much their gradients are more than the working bytes of others.
     """
 
     parameters: int = entry(integer(least=1, most=LARGEST_COUNT))
     forward: int = entry(integer(most=LARGEST_COUNT))
     backward: int = entry(integer(most=LARGEST_COUNT))
     uses: int = entry(integer(most=LARGEST_COUNT))
+    logits_bytes: float | None = entry(optional(number()), default=None, omit=True)
+    loss_bytes: float | None = entry(optional(number()), default=None, omit=True)
+
+    def _check_together(self) -> None:
+        if (self.logits_bytes is None) != (self.loss_bytes is None):
+            raise PlanError(
+                f"found {self.logits_bytes} and {self.loss_bytes}, expected both or none.",
+                path="logits_bytes, loss_bytes",
+            )
 
 
 @dataclass(frozen=True, slots=True)

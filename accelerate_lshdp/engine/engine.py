@@ -215,14 +215,18 @@ class Engine:
             p for p in own if id(p) not in summed and not (isinstance(p, DTensor) and p.device_mesh.size() == world)
         ]
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Says that an optimizer is about to change parameters.
+
+        Args:
+            optimizer: None: one of all parameters.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.
         """
+        stepping = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         for prepared in self.models:
-            prepared.before_step()
+            prepared.before_step(stepping)
 
     def hide_gradients_of_others(self, optimizer: torch.optim.Optimizer) -> None:
         """Hides from an optimizer the gradients that another rank of the node steps with, until `after_step`."""

@@ -269,8 +269,11 @@ class PreparedModel:
                 "train it any more. Go on with the accelerator that prepared it last, or prepare it again"
             )
 
-    def before_step(self) -> None:
-        """Checks and prepares the parameters for an optimizer that is about to change them.
+    def before_step(self, stepping: Collection[int] | None = None) -> None:
+        """Checks and prepares the parameters for an optimizer that is about to change some.
+
+        Args:
+            stepping: ids of those that it has; None: all.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.
@@ -282,7 +285,7 @@ class PreparedModel:
                 "call accelerator.backward(loss) instead"
             )
         for store in self.stores:
-            store.before_step()
+            store.before_step(stepping)
 
     def after_step(self) -> None:
         """Lets other ranks go on, as an optimizer has changed the parameters (collective where ranks share them)."""

@@ -150,8 +150,11 @@ class Store(ABC):
         """Takes note that a forward of the whole model begins."""
         return
 
-    def before_step(self) -> None:
-        """Checks and prepares the parameters for an optimizer that is about to change them.
+    def before_step(self, stepping: Collection[int] | None = None) -> None:
+        """Checks and prepares the parameters for an optimizer that is about to change some.
+
+        Args:
+            stepping: ids of those that it has; None: all.
 
         Raises:
             RuntimeError: gradients are not those of the global batch.

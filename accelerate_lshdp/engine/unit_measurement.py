@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
 from accelerate_lshdp.engine.stores.sliced.uses import WeightUses
+from accelerate_lshdp.engine.stores.sliced.without_values import WATCHES_ONLY
 from accelerate_lshdp.engine.units import choose_units
 
 
@@ -35,17 +36,23 @@ class SavedBytes:
     Args:
         by_unit: bytes of each unit, and of the root under -1; each storage counts for the unit that saved it first.
         inputs: bytes of the inputs of each unit.
-        largest: bytes of the largest tensor.
+        of_root: bytes of each tensor that the root keeps.
+        of_units: bytes of the largest tensor that a unit keeps.
     """
 
     by_unit: dict[int, int]
     inputs: dict[int, int]
-    largest: int
+    of_root: list[int]
+    of_units: int
 
     @property
     def total(self) -> int:
         """Bytes of all tensors that are kept."""
         return sum(self.by_unit.values())
+
+    def largest(self, without: int = 0) -> int:
+        """Bytes of the largest tensor, but for those of the root that have the bytes ``without``."""
+        return max(self.of_units, *(each for each in self.of_root if each != without), 0)
 
 
 def measure_units(
@@ -72,9 +79,10 @@ def measure_units(
     Returns:
         The sizes of all units, and the operations of one sample's forward and backward.
     """
-    with WeightUses(model) as uses:
+    with WeightUses(model) as few_uses:
         few = saved_bytes(model, batches[0], loss_of, block_names)
-    many = saved_bytes(model, batches[1], loss_of, block_names)
+    with WeightUses(model) as many_uses:
+        many = saved_bytes(model, batches[1], loss_of, block_names)
     operations, all_operations = count_flops(model, batches[0], loss_of, block_names)
     more = samples[1] - samples[0]
     names = {id(module): name for name, module in model.named_modules()}
@@ -92,7 +100,7 @@ def measure_units(
             each(lambda saved: saved.by_unit, unit),
             each(lambda saved: saved.inputs, unit),
             operations.get(unit, 0) / samples[0],
-            uses.sliceable(own),
+            few_uses.sliceable(own),
         )
 
     groups = choose_units(model, block_names)
@@ -101,13 +109,19 @@ def measure_units(
         for place, group in enumerate(groups)
     )
     inside = {id(parameter) for group in groups for module in group for parameter in module.parameters()}
-    rest = (parameter for parameter in model.parameters() if id(parameter) not in inside)
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     # Twice: the gradient of the largest activation, and the gradient that this one is computed from.
-    working = 2 * max(0, many.largest - few.largest) / more
+    working = 2 * max(0, many.largest() - few.largest()) / more
     if parameter_bytes is None:
         everything = list(model.parameters())
         parameter_bytes = sum(p.nbytes for p in everything) / max(1, sum(p.numel() for p in everything))
     root = measured(_ROOT, ("",), rest)
+    logits = [each.logits_bytes(rest) for each in (few_uses, many_uses)]
+    if root.sliceable is not None and all(logits):
+        a_sample = (logits[1] - logits[0]) / more
+        others = 2 * max(0, many.largest(logits[1]) - few.largest(logits[0])) / more
+        weights = replace(root.sliceable, logits_bytes=a_sample, loss_bytes=a_sample + working - others)
+        root = replace(root, sliceable=weights)
     return ModelUnits(units, root, working, mixed_precision, parameter_bytes), all_operations / samples[0]
 
 
@@ -179,6 +193,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
             if _storage(tensor) not in known:
                 given.setdefault(_storage(tensor), (set(), tensor))[0].add(unit)
 
+    setattr(keep, WATCHES_ONLY, True)
     computing = _Computing(on_enter=enter)
     with computing.watching(choose_units(model, block_names)):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -193,9 +208,10 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
         # of them does that for certain, each may be the one that keeps it.
         for unit in {saver} if saver in units else units:
             inputs[unit] = inputs.get(unit, 0) + tensor.untyped_storage().nbytes()
-    largest = max((tensor.untyped_storage().nbytes() for _, tensor in kept.values()), default=0)
+    of_root = [tensor.untyped_storage().nbytes() for unit, tensor in kept.values() if unit == _ROOT]
+    of_units = max((tensor.untyped_storage().nbytes() for unit, tensor in kept.values() if unit != _ROOT), default=0)
     del loss
-    return SavedBytes(by_unit, inputs, largest)
+    return SavedBytes(by_unit, inputs, of_root, of_units)
 
 
 def count_flops(

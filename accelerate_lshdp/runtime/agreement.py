@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -10,13 +11,13 @@ import torch.distributed as dist
 from accelerate_lshdp.runtime.failures import failures_explained
 
 
-#: Longest time in seconds between ranks that fail at the same place.
+#: Longest time in seconds between ranks that come to the same place.
 _APART_SECONDS = 30.0
-#: How often `all_fail_here` was called in each world.
-_met: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+#: How often `all_meet_here` was called in each world, by place: ranks that failed to meet at one still do at others.
+_met: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
-def all_fail_here(place: str) -> bool:
+def all_meet_here(place: str) -> bool:
     """Whether all ranks call this with the same ``place`` within half a minute of this one (no collective).
 
     A rank that is blocked in a collective cannot answer another one. So ranks count themselves in the key-value store
@@ -28,9 +29,10 @@ def all_fail_here(place: str) -> bool:
     # The default store is not part of torch's public interface; a store of our own would need an address of its own.
     store = dist.distributed_c10d._get_default_store()
     # Counted for the process, not for an accelerator: a second one must not meet the answers of the first.
-    times = _met[dist.group.WORLD] = _met.get(dist.group.WORLD, 0) + 1
+    times = _met.setdefault(dist.group.WORLD, Counter())
+    times[place] += 1
     # A new key each time: keys of the store stay as long as the launch.
-    place = f"{place} {times}"
+    place = f"{place} {times[place]}"
     store.add(place, 1)
     ends = time.monotonic() + _APART_SECONDS
     while store.add(place, 0) < dist.get_world_size():

@@ -104,4 +104,4 @@ def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> tuple[int
             ids = torch.zeros(samples, tokens, dtype=torch.long)
             saved.append(saved_bytes(model, {"input_ids": ids, "labels": ids}, output_loss))
     one, two = saved
-    return sum(p.numel() for p in model.parameters()), two.total - one.total, two.largest - one.largest
+    return sum(p.numel() for p in model.parameters()), two.total - one.total, two.largest() - one.largest()

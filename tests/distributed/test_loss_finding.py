@@ -19,6 +19,7 @@ from training_cases import Samples, collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.accelerator.losses.classes import loss_shifts_labels
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
 TAGS, LENGTH = 7, 6
@@ -348,9 +349,14 @@ def train_transformers(
     """One step, on unequal parts of a batch."""
     model, batch = tiny_model(name)
     rows = [{key: values[index] for key, values in batch.items()} for index in range(8)]
-    accelerator = LSHDPAccelerator(
-        plan=Plan.from_batch_sizes([6, 2], strategy=strategy), lsdp_plugin=LSDPPlugin(loss_weighting=weighting)
+    # With heads in slices, whose losses need no logits.
+    placing = (
+        {"placement": ModelPlacement({"": UnitPlacement(UnitStore.WORLD, False, 3)}, UnitPlacement(UnitStore.WORLD))}
+        if strategy == "osdp"
+        else {}
     )
+    plan = Plan.from_batch_sizes([6, 2], strategy=strategy, **placing)
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting=weighting))
     loader = DataLoader(rows, batch_size=4, collate_fn=collate)
     model, _, loader = accelerator.prepare(model.to(dtype), torch.optim.SGD(model.parameters(), 0.1), loader)
     turn_dropout_off(model.train())
@@ -374,6 +380,8 @@ def turn_dropout_off(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("name", "weighting", "strategy", "nodes"),
     [(name, None, "ddp", (1, 1)) for name in TRANSFORMERS]
+    # A head of two rows has no slices.
+    + [(name, None, "osdp", (1, 1)) for name in TRANSFORMERS if name != "BertForQuestionAnswering"]
     + [
         (name, "tokens", strategy, nodes)
         for name, found in TRANSFORMERS.items()

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from exactness import Setting, check, full, train
+from live_bytes import LiveBytes
 from payload_counting import count_one_step, sent_by_nodes
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from training_cases import relative_error
 
@@ -315,39 +314,6 @@ class Large(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[0](x)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made and that are alive.
-
-    Args:
-        model: whose shards were there before.
-
-    Attributes:
-        most: at a time.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.most = 0
-        self._before = [p.detach().to_local().untyped_storage() for p in model.parameters()]
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if type(tensor) is torch.Tensor:
-                storage = tensor.untyped_storage()
-                if not any(storage is before for before in self._before):
-                    self._storages[id(storage)] = weakref.ref(storage)
-        self.most = max(self.most, self._live())
-        return result
-
-    def _live(self) -> int:
-        # Sizes of now: FSDP2 empties storages that it keeps.
-        living = {number: storage for number, ref in self._storages.items() if (storage := ref()) is not None}
-        self._storages = {number: self._storages[number] for number in living}
-        return sum(storage.nbytes() for storage in living.values())
 
 
 def peaks(slices: int) -> tuple[int, int]:

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from accelerate_lshdp import Strategy
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.clipping import clip_grad_norm
 from accelerate_lshdp.engine.engine import Engine
+from accelerate_lshdp.engine.mixed_policies import resolve_placement
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.runtime.topology import Topology
@@ -27,6 +29,16 @@ WORDS = 13
 SAMPLES = 8
 STEPS = 3
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
+#: Of strategy osdp: one block in host memory, one that is recomputed, one in slices beside a head in slices.
+MIXED = ModelPlacement(
+    {
+        "blocks.0": UnitPlacement(UnitStore.HOST),
+        "blocks.1": UnitPlacement(UnitStore.WORLD_KEPT, checkpoint=True),
+        "blocks.2": UnitPlacement(UnitStore.WORLD, slices=2),
+        "": UnitPlacement(UnitStore.WORLD, slices=2),
+    },
+    UnitPlacement(UnitStore.REPLICATE),
+)
 
 
 class Block(nn.Module):
@@ -84,7 +96,11 @@ def train(strategy: str, nodes: tuple[int, ...], delays: dict[str, float]) -> di
     torch.manual_seed(0)
     model = Net()
     expected = reference(copy.deepcopy(model))
-    policies = resolve_policies(Strategy(strategy), topology, device_type="emulated")
+    mixed = MIXED if strategy == "osdp" else None
+    if mixed is None:
+        policies = resolve_policies(Strategy(strategy), topology, device_type="emulated")
+    else:
+        policies = resolve_placement(mixed, topology, device_type="emulated")
     placement = Placement(
         policies,
         topology,
@@ -94,6 +110,7 @@ def train(strategy: str, nodes: tuple[int, ...], delays: dict[str, float]) -> di
         units=None,
         prefetch=1,
         bucket_bytes=4096,
+        placement=mixed,
     )
     if not policies.is_sharded:
         model.to("emulated")

@@ -22,10 +22,15 @@ DELAYS = {
 }
 
 
+STRATEGIES = ["ddp", "group_sharding", "lsdp", "zero2", "fsdp", "fsdp_offload", "osdp"]
+
+
 @pytest.mark.parametrize("delays", DELAYS)
-@pytest.mark.parametrize("strategy", ["ddp", "group_sharding", "fsdp"])
-def test_parameters_are_those_of_one_process(on_device: Callable[..., list], strategy: str, delays: str) -> None:
-    nodes = (1, 1)
+@pytest.mark.parametrize("nodes", [(1, 1), (2,)], ids=["apart", "together"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_are_those_of_one_process(
+    on_device: Callable[..., list], strategy: str, nodes: tuple[int, ...], delays: str
+) -> None:
     for found in on_device("device_training", "train", strategy, nodes, DELAYS[delays], ranks=2, timeout=100):
         assert found["error"] < 1e-5
         assert found["races"] == []

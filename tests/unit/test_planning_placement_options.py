@@ -250,6 +250,27 @@ def test_a_root_in_slices_keeps_nothing_gathered() -> None:
     assert sliced.peaks == (P, P, 0) and whole.peaks == (0, 0, 0)
 
 
+def test_a_head_in_slices_keeps_no_logits_and_computes_them_twice() -> None:
+    weights = SliceableWeights(P // 2, P, P // 2, 2, logits_bytes=400_000, loss_bytes=700_000)
+    roots = [
+        replace(MODEL.root, sliceable=each) for each in (replace(weights, logits_bytes=None, loss_bytes=None), weights)
+    ]
+    whole_logits, sliced_logits = (
+        option(
+            posed(EVEN, samples=2, model=replace(MODEL, root=root), slices=(1, 2)),
+            UnitStore.WORLD,
+            root=True,
+            slices=2,
+        )
+        for root in roots
+    )
+    saved = [own - less for own, less in zip(whole_logits.memory, sliced_logits.memory, strict=True)]
+    assert saved == [2 * (700_000 - 3 * 400_000 // 2)] * len(saved)
+    # The root's forward again, in the backward.
+    forward, backward = (two - one for one, two in zip(whole_logits.work, sliced_logits.work, strict=True))
+    assert forward == 0 and backward > 0
+
+
 def test_slices_need_a_row_of_each_rank() -> None:
     many = posed((64, 64), slices=(1, 2, 4))
     assert {own.placement.slices for own in many.kinds[0].options} == {1, 2}

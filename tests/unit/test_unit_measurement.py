@@ -217,3 +217,49 @@ def test_weights_that_operators_take_in_slices() -> None:
         first.sliceable,
         units.root.sliceable,
     ]
+
+
+class Speaker(nn.Module):
+    """A block and a head with its loss.
+
+    Args:
+        reads: whether the model needs its logits, too.
+    """
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))])
+        self.head = nn.Linear(8, 300)
+        self.reads = reads
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, labels = batch
+        logits = self.head(self.layers[0](hidden))
+        loss = nn.functional.cross_entropy(logits.view(-1, 300), labels)
+        return (loss + logits.mean() if self.reads else loss), logits
+
+
+def speak(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(samples, 8), torch.zeros(samples, dtype=torch.long)
+
+
+def test_logits_that_only_the_own_loss_of_a_model_needs() -> None:
+    def measured(reads: bool, own: bool = True) -> ModelUnits:
+        def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            loss, logits = model(batch)
+            return loss if own else nn.functional.cross_entropy(logits, batch[1])
+
+        return measure_units(Speaker(reads), [speak(1), speak(3)], (1, 3), loss_of)[0]
+
+    units = measured(reads=False)
+    # The loss keeps 300 numbers in fp32. Their gradient, and the one that it is computed from, are 4 times as large as
+    # those of the block's 64.
+    assert units.root.sliceable.logits_bytes == 1200
+    assert units.root.sliceable.loss_bytes == 1200 + 2 * (1200 - 256)
+    assert ModelUnits.read(units.to_dict()) == units
+    sizes = ModelSizes.of(units)
+    assert sizes.working_bytes == 2 * 256
+    total = sum(unit.activation_bytes for unit in sizes.everything) + sizes.working_bytes
+    assert total == units.activation_bytes + units.working_bytes
+    for others in (measured(reads=True), measured(reads=False, own=False)):
+        assert others.root.sliceable.logits_bytes is None and others.root.sliceable.loss_bytes is None

@@ -8,6 +8,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from accelerate_lshdp.accelerator.losses.classes import kind_of_class, unwrapped
 from accelerate_lshdp.accelerator.losses.parts import Composition
 from accelerate_lshdp.data.tokens import integer_labels
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.stores.sliced.head_loss import RowLosses
+from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits
 
 
 if TYPE_CHECKING:
@@ -51,13 +54,24 @@ class Forward:
         self.kind = kind_of_class(model)
         self.used: MicroBatchPlace | None = None
         """Where a loss of it was given to ``backward``; None: nowhere yet."""
+        self.is_released = False
         self._items = named.get("num_items_in_batch")
         logits, loss = _logits_and_loss(output)
-        self.logits = None if logits is None else logits.detach()
+        self.row_losses: Sequence[RowLosses] = ()
+        """Of the cross entropy that was computed without logits."""
+        # Values of logits that wait take a collective, and not all ranks may look at their losses.
+        waits = isinstance(logits, SlicedLogits)
+        self.logits = logits.known if waits else None if logits is None else logits.detach()
         self.loss = None if loss is None else loss.detach()
         """Its own loss."""
         # Marks, as an operation itself would keep the activations of a forward alive that no backward follows.
         self._end, self._end_of_logits = _mark_end(loss), _mark_end(logits)
+        if waits:
+            self.row_losses, self._end_of_logits = logits.call.losses, next(_numbers)
+            _mark(self._end_of_logits, logits.operation.metadata)
+            if logits.call.notes_of_loss is not None:  # of a loss that is returned under any name
+                _mark(self._end_of_logits, logits.call.notes_of_loss)
+            logits.on_values.append(partial(_take_logits, weakref.ref(self)))
         self._auxiliary = (
             getattr(getattr(model, "config", None), "router_aux_loss_coef", None),
             _entry(output, "aux_loss"),
@@ -88,6 +102,8 @@ class Forward:
 
     def release(self) -> None:
         """Forgets all that takes memory."""
+        self.is_released = True
+        self.row_losses = ()
         self.logits = self.loss = self._end = self._end_of_logits = None
         self._items, self._auxiliary = None, (None, None)
 
@@ -197,12 +213,23 @@ def factor_of(loss: torch.Tensor) -> float:
 
 def _mark_end(output: torch.Tensor | None) -> int | None:
     """Marks the operation that an output of a forward comes from; returns the number by which it is found again."""
-    if output is None or output.grad_fn is None:
+    if output is None or isinstance(output, SlicedLogits) or output.grad_fn is None:
         return None
     number = next(_numbers)
-    # A model that returns what another one has computed ends with the same operation.
-    output.grad_fn.metadata.setdefault(_ENDS, set()).add(number)
+    _mark(number, output.grad_fn.metadata)
     return number
+
+
+def _mark(number: int, notes: dict[str, Any]) -> None:
+    # A model that returns what another one has computed ends with the same operation.
+    notes.setdefault(_ENDS, set()).add(number)
+
+
+def _take_logits(reference: weakref.ref[Forward], values: torch.Tensor) -> None:
+    """Takes logits that were computed after all."""
+    forward = reference()
+    if forward is not None and not forward.is_released:
+        forward.logits = values.detach()
 
 
 def _ended_by(nodes: Iterable[Node]) -> set[int]:

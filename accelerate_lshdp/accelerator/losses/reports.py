@@ -13,7 +13,7 @@ from accelerate_lshdp.accelerator.losses.forwards import Forward, ForwardWatch, 
 from accelerate_lshdp.accelerator.losses.notices import refuse_different_kinds, refuse_unequal_looks
 from accelerate_lshdp.accelerator.losses.observations import SeenLoss, number_of
 from accelerate_lshdp.accelerator.losses.parts import Composition
-from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_entropies
+from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_entropies, cross_entropies_of_rows
 from accelerate_lshdp.data.labels import LabelCounts
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.tokens import LabelCounter
@@ -109,8 +109,8 @@ class LossReports:
             if forward is not None:
                 multiple, items, auxiliary = forward.multiple(loss), forward.items, forward.auxiliary
                 own_loss = math.nan if math.isnan(multiple) else forward.loss.double().item() - auxiliary
-            if forward is not None and forward.logits is not None and labels is not None and math.isfinite(number):
-                computed = _compared(forward.logits, labels)
+            if forward is not None and labels is not None and math.isfinite(number):
+                computed = _compared(forward, labels)
         together_number, first = self.counted_together(place), 1 + MOST_LOSSES
         return SeenLoss(
             position=float(((together_number[0] * 1_000_003 + together_number[1]) * first + order) % 2**48),
@@ -191,10 +191,12 @@ def _require_same_looks(everyone: list[SeenLoss]) -> None:
         refuse_different_kinds(everyone)
 
 
-def _compared(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropies:
-    """`cross_entropies`, or nothing where they cannot be computed: other ranks wait for what this one sees."""
+def _compared(forward: Forward, labels: torch.Tensor) -> CrossEntropies:
+    """The cross entropies of a forward, or none where they cannot be computed: other ranks wait for what this sees."""
     try:
-        return cross_entropies(logits, labels)
+        if forward.logits is not None:
+            return cross_entropies(forward.logits, labels)
+        return cross_entropies_of_rows(forward.row_losses, labels)
     except Exception as error:
         logger.warning_once(f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}")
         return CrossEntropies()

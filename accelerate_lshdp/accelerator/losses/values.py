@@ -2,18 +2,21 @@
 """What the loss of a batch would be as one mean or another, computed from the model's own logits.
 
 The logits are those of the forward that the loss is of, with its dropout, so a loss that is one of these equals it to
-rounding, and nothing has to be computed again.
+rounding, and nothing has to be computed again. Of a head in slices, which keeps no logits, the losses of the rows are
+taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from accelerate_lshdp.data.labels import IGNORED_LABEL
+from accelerate_lshdp.engine.stores.sliced.head_loss import RowLosses
 
 
 class CrossEntropies(NamedTuple):
@@ -60,14 +63,55 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> CrossEntropie
     shifted = plain
     if labels.ndim > 1:
         shifted = [_sum_and_count(row[..., :-1, :], of_row[..., 1:]) for row, of_row in rows]
+    return _of_sums(plain, shifted, labels)
+
+
+@torch.no_grad()
+def cross_entropies_of_rows(computed: Sequence[RowLosses], labels: torch.Tensor) -> CrossEntropies:
+    """Those that a forward has computed of rows of logits which it did not keep; NaN for others.
+
+    Args:
+        computed: nothing is read of several.
+        labels: as for `cross_entropies`.
+    """
+    if len(computed) != 1 or computed[0].ignore_index != IGNORED_LABEL or not len(labels):
+        return CrossEntropies()
+    losses, of_rows = computed[0].losses, computed[0].labels
+    plain = shifted = None
+    for shape, given in ((labels.shape, labels), *_shifted(labels)):
+        flat = given.reshape(-1).to(of_rows)
+        if flat.shape != of_rows.shape or not torch.equal(flat, of_rows):
+            continue
+        sums = [
+            (float(row.sum()), int(of_row.ne(IGNORED_LABEL).sum()))
+            for row, of_row in zip(losses.view(shape), given, strict=True)
+        ]
+        plain, shifted = (sums, shifted) if given is labels else (plain, sums)
+    nothing = [(math.nan, 0)] * len(labels)
+    if labels.ndim == 1:
+        shifted = plain
+    return _of_sums(plain or nothing, shifted or nothing, labels)
+
+
+def _shifted(labels: torch.Tensor) -> list[tuple[torch.Size, torch.Tensor]]:
+    """The labels that rows predict from the entry before, of all entries but the last, and of all."""
+    if labels.ndim < 2:
+        return []
+    short = labels[..., 1:]
+    long = pad(short, (0, 1), value=IGNORED_LABEL)
+    return [(short.shape, short), (long.shape, long)]
+
+
+def _of_sums(plain: list[tuple[float, int]], shifted: list[tuple[float, int]], labels: torch.Tensor) -> CrossEntropies:
+    """Of the sums over each sample's labels, and their numbers."""
     whole, whole_shifted = (sum(total for total, _ in sums) for sums in (plain, shifted))
     return CrossEntropies(
         labels=_mean(plain),
         shifted=_mean(shifted),
         samples=_mean_of_means(plain),
         shifted_samples=_mean_of_means(shifted),
-        sums_a_sample=whole / len(rows),
-        shifted_sums_a_sample=whole_shifted / len(rows),
+        sums_a_sample=whole / len(plain),
+        shifted_sums_a_sample=whole_shifted / len(plain),
         positions=whole / labels.numel(),
         shifted_positions=_ratio(whole_shifted, labels[..., 1:].numel() if labels.ndim > 1 else labels.numel()),
         sum_of_labels=whole,

@@ -91,12 +91,12 @@ class ModelSizes:
     @classmethod
     def of(cls, model: ModelUnits) -> ModelSizes:
         """The sizes of a measured model."""
-        return cls(
-            tuple(map(UnitSize.of, model.units)),
-            UnitSize.of(model.root),
-            model.working_bytes,
-            _state_bytes(model),
-        )
+        root, working = UnitSize.of(model.root), model.working_bytes
+        if root.sliceable is not None and root.sliceable.loss_bytes is not None:
+            # The root's own, as they depend on its placement.
+            beside = root.sliceable.loss_bytes - root.sliceable.logits_bytes
+            root, working = replace(root, activation_bytes=root.activation_bytes + beside), working - beside
+        return cls(tuple(map(UnitSize.of, model.units)), root, working, _state_bytes(model))
 
     @property
     def everything(self) -> tuple[UnitSize, ...]:

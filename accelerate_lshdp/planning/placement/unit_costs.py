@@ -27,6 +27,8 @@ from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offe
 
 #: Numbers of slices that are offered by default: more save little more memory, and each is a message.
 SLICES = (1, 2, 4)
+#: Tensors of the size of one slice's logits that a head in slices has at a time.
+_SLICES_OF_LOGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,12 @@ class UnitCosts:
         has_holes = self.cluster.computes_on_hosts and not is_whole and leaves_holes(gathered + one_slice)
         in_heap = 2 if has_holes else 1
         stays = is_whole or is_root or store is UnitStore.WORLD_KEPT
+        activations, recomputed = unit.activation_bytes, unit.flops if placement.checkpoint else 0.0
+        if slices > 1 and unit.sliceable.loss_bytes is not None:
+            # The logits of a slice, their exponentials, and their gradients; in the backward they are computed again.
+            activations = max(0.0, activations - unit.sliceable.loss_bytes)
+            activations += _SLICES_OF_LOGITS * unit.sliceable.logits_bytes / slices
+            recomputed += unit.flops
         return UnitCost(
             placement,
             tuple(map(whole_nanoseconds, send)),
@@ -165,8 +173,8 @@ class UnitCosts:
             whole_nanoseconds(self._optimizer_seconds(unit, store)),
             kept,
             math.ceil(states) if on_host else 0,
-            in_heap * (unit.input_bytes if placement.checkpoint else unit.activation_bytes),
-            unit.flops if placement.checkpoint else 0.0,
+            in_heap * (unit.input_bytes if placement.checkpoint else activations),
+            recomputed,
             (
                 math.ceil(in_heap * (one_slice + (0.0 if stays else gathered))),
                 math.ceil(in_heap * (its_gradient + self._unreduced(store, unreduced, is_whole, is_root))),

@@ -369,7 +369,7 @@ class Fsdp2Store(Store):
         for unit in self._units:
             unit.local.clear()
 
-    def before_step(self) -> None:
+    def before_step(self, stepping: Collection[int] | None = None) -> None:
         with label("before_optimizer_step"):
             self._drop_gathered()
 

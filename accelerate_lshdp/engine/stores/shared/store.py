@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -285,7 +285,7 @@ class SharedStore(Store):
 
     # The optimizer's step
 
-    def before_step(self) -> None:
+    def before_step(self, stepping: Collection[int] | None = None) -> None:
         """Waits until all ranks of the node are about to update their parameters (collective over the node)."""
         if self._are_changed_in_place():
             raise RuntimeError(

@@ -24,26 +24,31 @@ _Gradients = tuple[torch.Tensor | None, None, None, None]
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As ``torch.nn.functional.linear``; NotImplemented if the slices are not those of the weight."""
-    sliced = _only_sliced(weight, input, bias)
+    sliced = with_slices(weight, input, bias)
     if sliced is None:
         return NotImplemented
-    input, dtype = _for_computing(input, sliced)
-    output = _Linear.apply(input, weight, sliced, dtype)
+    input, dtype = for_computing(input, sliced)
+    output = product(input, weight, dtype)
     return output if bias is None else output.add_(bias)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x W^T with slices of W in a precision, shape (..., rows)."""
+    return _Linear.apply(x, weight, weight.sliced, dtype)
 
 
 def matmul(input: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Tensor:
     """As ``torch.matmul`` without options, with a matrix in slices on the right."""
-    sliced = _only_sliced(other, input)
+    sliced = with_slices(other, input)
     if sliced is None or options:
         return NotImplemented
-    input, dtype = _for_computing(input, sliced)
+    input, dtype = for_computing(input, sliced)
     return _Matmul.apply(input, other, sliced, dtype)
 
 
 def addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor, **options: Any) -> torch.Tensor:
     """As ``torch.addmm`` without options, with a matrix in slices on the right."""
-    if _only_sliced(mat2, input, mat1) is None or options:
+    if with_slices(mat2, input, mat1) is None or options:
         return NotImplemented
     return matmul(mat1, mat2).add_(input)
 
@@ -58,7 +63,7 @@ def embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     """As ``torch.nn.functional.embedding``, but for norms, frequencies and sparse gradients."""
-    sliced = _only_sliced(weight, input)
+    sliced = with_slices(weight, input)
     if sliced is None or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     rows = sliced.rows.rows
@@ -72,7 +77,7 @@ def embedding(
     return _Embedding.apply(input, weight, sliced, padding)
 
 
-def _only_sliced(weight: Any, *others: Any) -> SlicedWeight | None:
+def with_slices(weight: Any, *others: Any) -> SlicedWeight | None:
     """The slices of ``weight``, if it has some and no other argument has."""
     found, *further = (getattr(each, "sliced", None) for each in (weight, *others))
     if any(isinstance(each, SlicedWeight) for each in further):
@@ -80,7 +85,7 @@ def _only_sliced(weight: Any, *others: Any) -> SlicedWeight | None:
     return found if isinstance(found, SlicedWeight) else None
 
 
-def _for_computing(input: torch.Tensor, sliced: SlicedWeight) -> tuple[torch.Tensor, torch.dtype]:
+def for_computing(input: torch.Tensor, sliced: SlicedWeight) -> tuple[torch.Tensor, torch.dtype]:
     """The input and the precision of an operator that autocast may run in a lower one."""
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
@@ -100,7 +105,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, sliced: SlicedWeight, dtype: torch.dtype
     ) -> torch.Tensor:
-        ctx.sliced, ctx.dtype = sliced, dtype
+        ctx.sliced, ctx.dtype, ctx.version = sliced, dtype, sliced.version
         ctx.save_for_backward(x)
         rows, flat = sliced.rows, _flat(x)
         output = x.new_empty(*x.shape[:-1], rows.rows)
@@ -111,18 +116,29 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
-        refuse_gradients_of_gradients()
-        (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, _is_weight_wanted(ctx)
-        flat, gradient = _flat(x), _flat(gradient)
-        of_input = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
-        sliced.announce("backward")
-        for index in range(sliced.rows.count):
-            columns = sliced.rows.take_columns(gradient, index)
-            if of_input is not None:
-                of_input.addmm_(columns, sliced.gather(index, ctx.dtype))
-            if is_wanted:
-                sliced.reduce(index, columns.t() @ flat)
-        return None if of_input is None else of_input.view(x.shape), None, None, None
+        return gradients_of_product(ctx, gradient), None, None, None
+
+
+def gradients_of_product(ctx: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of x in x W^T; that of W is summed over the ranks.
+
+    Args:
+        ctx: of a function whose first arguments are x, which it has saved, and the stand-in of W.
+        gradient: of the product, shape (..., rows).
+    """
+    refuse_gradients_of_gradients()
+    (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, is_weight_wanted(ctx)
+    sliced.require_version(ctx.version)
+    flat, gradient = _flat(x), _flat(gradient)
+    of_input = torch.zeros_like(flat) if ctx.needs_input_grad[0] else None
+    sliced.announce("backward")
+    for index in range(sliced.rows.count):
+        columns = sliced.rows.take_columns(gradient, index)
+        if of_input is not None:
+            of_input.addmm_(columns, sliced.gather(index, ctx.dtype))
+        if is_wanted:
+            sliced.reduce(index, columns.t() @ flat)
+    return None if of_input is None else of_input.view(x.shape)
 
 
 class _Matmul(torch.autograd.Function):
@@ -132,7 +148,7 @@ class _Matmul(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, sliced: SlicedWeight, dtype: torch.dtype
     ) -> torch.Tensor:
-        ctx.sliced, ctx.dtype = sliced, dtype
+        ctx.sliced, ctx.dtype, ctx.version = sliced, dtype, sliced.version
         ctx.save_for_backward(x)
         flat = _flat(x)
         output = x.new_zeros(*x.shape[:-1], sliced.shape[1])
@@ -144,7 +160,8 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
-        (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, _is_weight_wanted(ctx)
+        (x,), sliced, is_wanted = ctx.saved_tensors, ctx.sliced, is_weight_wanted(ctx)
+        sliced.require_version(ctx.version)
         flat, gradient = _flat(x), _flat(gradient)
         of_input = torch.empty_like(flat) if ctx.needs_input_grad[0] else None
         sliced.announce("backward")
@@ -167,7 +184,7 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(indices)
         slice_of, place = sliced.rows.find(indices)
         output = torch.empty(*indices.shape, sliced.shape[1], dtype=sliced.dtype, device=sliced.device)
-        sliced.announce("forward")
+        sliced.announce("forward of rows")
         for index in range(sliced.rows.count):
             wanted = slice_of == index
             output[wanted] = sliced.gather(index, sliced.dtype)[place[wanted]]
@@ -178,7 +195,7 @@ class _Embedding(torch.autograd.Function):
         refuse_gradients_of_gradients()
         (indices,), sliced = ctx.saved_tensors, ctx.sliced
         slice_of, place = sliced.rows.find(indices)
-        sliced.announce("backward")
+        sliced.announce("backward of rows")
         for index in range(sliced.rows.count):
             of_slice = gradient.new_zeros(sliced.rows.gathered, gradient.shape[-1], dtype=sliced.reduce_dtype)
             wanted = (slice_of == index) & (indices != ctx.padding)
@@ -186,7 +203,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-def _is_weight_wanted(ctx: FunctionCtx) -> bool:
+def is_weight_wanted(ctx: FunctionCtx) -> bool:
     """Whether this backward is to give the weight a gradient: `autograd.grad` of activations is not."""
     # What autograd would tell its own functions. A Python function learns of its forward only.
     return ctx.needs_input_grad[1] and torch._C._will_engine_execute_node(ctx.next_functions[1][0])

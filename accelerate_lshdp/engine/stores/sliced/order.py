@@ -8,9 +8,11 @@ expert's weight of the same size would then take its place, and nobody would kno
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from accelerate_lshdp.engine.wire.reduction import TimedAllGather
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
+_numbers = itertools.count()
+
+
 class CollectiveOrder:
     """Compares what ranks are about to do, before they do it.
 
@@ -28,9 +33,14 @@ class CollectiveOrder:
         group: the ranks that compare.
         device: of the tensors that they exchange.
         clock: counts the time that it blocks.
+
+    Attributes:
+        number: the same on all ranks, which make one for each model in the same order: names of weights do not tell
+            models apart.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, clock: WaitClock) -> None:
+        self.number = next(_numbers)
         self._group = group
         self._device = device
         self._gather = TimedAllGather(clock)
@@ -45,7 +55,7 @@ class CollectiveOrder:
         """
         if self._group.size() == 1:
             return
-        own = torch.tensor([zlib.crc32(what.encode())], device=self._device)
+        own = torch.tensor([zlib.crc32(f"{self.number} {what}".encode())], device=self._device)
         answers = own.new_empty(self._group.size())
         self._gather(answers, own, self._group)
         self._unread.append((what, answers))
@@ -79,8 +89,10 @@ class CollectiveOrder:
 
     def _refuse(self, what: str) -> None:
         # All ranks have the same answers, so all of them are here.
-        everyone: list[str | None] = [None] * self._group.size()
-        dist.all_gather_object(everyone, what, group=self._group)
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, (self.number, what), group=self._group)
+        several = len({number for number, _ in everyone}) > 1
+        everyone = [f"{each} of prepared model {number}" if several else each for number, each in everyone]
         found = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone))
         raise RuntimeError(
             f"found ranks in different operators of a model with slices ({found}), expected the same on all: a weight "

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from accelerate_lshdp.engine.stores.sliced.operators import addmm, embedding, linear, matmul
+from accelerate_lshdp.engine.stores.sliced.logits import head
+from accelerate_lshdp.engine.stores.sliced.operators import addmm, embedding, matmul
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
 
 
@@ -24,7 +25,7 @@ def _no_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
-    functional.linear: linear,
+    functional.linear: head,
     functional.embedding: embedding,
     torch.addmm: addmm,
     torch.mm: matmul,

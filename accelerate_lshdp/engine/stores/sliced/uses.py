@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,18 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS, SliceableWeights
 from accelerate_lshdp.engine.stores.sliced.choice import can_be_sliced, places_of_parameters
 from accelerate_lshdp.engine.stores.sliced.stand_in import KNOWN_WITHOUT_VALUES
+from accelerate_lshdp.engine.stores.sliced.without_values import (
+    CONSTANT,
+    KNOWN,
+    is_checkpointed,
+    plain_loss,
+    waiting_change,
+)
 
 
 #: Where an operator has its weight: number and name of the argument.
@@ -41,6 +49,15 @@ class _Uses:
     products: int = 0
     embeddings: int = 0
     others: int = 0
+    losses: list[int] = field(default_factory=list)
+    """Bytes of the logits of a loss that a head in slices computes without them; of one at most."""
+    reads: int = 0
+    """Uses of its products that need their values."""
+
+    @property
+    def logits(self) -> int:
+        """Bytes of logits that nothing needs where the weight is in slices."""
+        return sum(self.losses) if not self.reads and self.products == 1 else 0
 
 
 class WeightUses(TorchFunctionMode):
@@ -52,20 +69,65 @@ class WeightUses(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model = model
+        self._in_forward = False
+        self._hooks: list[RemovableHandle] = []
         places = places_of_parameters(model)
         # Kept alive: they are known by their ids.
         self._weights = {id(p): p for p in model.parameters() if can_be_sliced(p, places[id(p)], 1)}
         self._uses = {each: _Uses() for each in self._weights}
+        # Results of products, and what was made of them, as logits that may wait: with their weights, by id, and which
+        # rows are left out.
+        self._logits: dict[int, tuple[torch.Tensor, int, int]] = {}
+
+    def __enter__(self) -> WeightUses:
+        self._hooks = [
+            self._model.register_forward_pre_hook(lambda *_: self._enter_forward(True)),
+            self._model.register_forward_hook(lambda *_: self._enter_forward(False), always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._logits.clear()  # they keep the activations of whole forwards
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_forward(self, inside: bool) -> None:
+        self._in_forward = inside
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         keywords = kwargs or {}
+        result = func(*args, **keywords)
         if func not in _WITHOUT_VALUES:
             for given in tree_leaves((args, keywords)):
                 if id(given) in self._uses:
                     self._count(self._uses[id(given)], func, given, args, keywords)
-        return func(*args, **keywords)
+                    if func is functional.linear and not is_checkpointed():
+                        self._logits[id(result)] = result, id(given), 0
+                elif id(given) in self._logits and func not in KNOWN and func not in CONSTANT:
+                    self._follow(func, given, args, keywords, result)
+        return result
+
+    def _follow(self, func: Callable[..., Any], given: torch.Tensor, args: tuple, keywords: dict, result: Any) -> None:
+        """Looks at what a forward does with the product of a weight."""
+        _, weight, leaves_out = self._logits[id(given)]
+        uses = self._uses[weight]
+        if args and args[0] is given:
+            if func is functional.cross_entropy:
+                loss = plain_loss(*args, **keywords)
+                # That of a script comes after the logits were returned.
+                waits = self._in_forward and loss is not None and leaves_out < 2 and not uses.losses
+                if waits and loss.precision is loss.dtype:
+                    uses.losses.append(given.numel() * loss.dtype.itemsize)
+                    return
+            elif (change := waiting_change(func, given, args[1:], keywords)) is not None:
+                self._logits[id(result)] = result, weight, leaves_out + change.leaves_out
+                return
+        uses.reads += 1
 
     def _count(
         self, uses: _Uses, func: Callable[..., Any], weight: torch.Tensor, args: tuple, keywords: dict[str, Any]
@@ -76,6 +138,10 @@ class WeightUses(TorchFunctionMode):
             uses.embeddings += 1
         else:
             uses.products += 1
+
+    def logits_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of the logits that nothing needs where the root, which has these parameters, is in slices."""
+        return max((self._uses[id(p)].logits for p in parameters if id(p) in self._uses), default=0)
 
     def sliceable(self, parameters: Iterable[nn.Parameter]) -> SliceableWeights | None:
         """The weights of a unit that can be gathered in slices; None: none of them, or not all that would be.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,21 @@ from torch.distributed.tensor import DTensor, Shard
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.rows import RowSlices
+from accelerate_lshdp.runtime.agreement import all_meet_here
+
+
+#: Forwards of which a script reads the logits, until they are computed at once; it may read some for a log alone.
+_MOST_READ = 2
+
+
+class WaitingCall(Protocol):
+    """A call of a head whose logits may turn out not to be needed."""
+
+    def settle(self) -> None:
+        """Computes its logits, if no loss was computed of them (collective)."""
+
+    def leave_forward(self) -> None:
+        """Says that the model's forward has ended."""
 
 
 class SlicedWeight:
@@ -34,6 +50,9 @@ class SlicedWeight:
         pending: the sum over all ranks of this rank's rows of its gradient, as far as it is not in ``.grad``.
         hooks: of its gradient, by number: each is given a slice of it, of this rank alone, and returns another one.
         on_gradient: called when a backward has produced a gradient for it.
+        waiting: while the model's forward runs, its calls as a head whose logits may not be needed. None: logits are
+            computed at once.
+        forwards: how many forwards of the model have begun.
     """
 
     def __init__(
@@ -53,6 +72,11 @@ class SlicedWeight:
         self.pending: torch.Tensor | None = None
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
         self.on_gradient: Callable[[], None] | None = None
+        self.waiting: list[WaitingCall] | None = None
+        self.forwards = 0
+        self._depth = 0
+        self._read = 0
+        self._steps = 0
         self._kind = kind
         self._order = order
         self._group = kind.mesh.get_group()
@@ -110,6 +134,71 @@ class SlicedWeight:
     def reduce_dtype(self) -> torch.dtype:
         """The precision in which gradients are summed."""
         return self._kind.policies.precision.reduce_dtype or self.parameter.dtype
+
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """What differs when the weight has changed."""
+        # What optimizers do to many tensors at once counts for none of them.
+        return id(self.parameter), self.parameter._version, self._steps
+
+    def require_version(self, version: tuple[int, int, int]) -> None:
+        """Raises RuntimeError if a backward is to gather other values than those of its forward, as autograd does."""
+        if self.version != version:
+            raise RuntimeError(
+                f"found {self.name}, which is in slices, changed after a forward whose backward needs it, expected "
+                "one weight in both: call backward before the optimizer's step, and before other values are loaded"
+            )
+
+    def will_change(self) -> None:
+        """Says that an optimizer is about to change the weight, or that it is about to be loaded."""
+        self._steps += 1
+
+    # As a head, whose logits may wait
+
+    def enter_forward(self) -> None:
+        """Says that the model's forward begins: logits may wait, unless the script reads them anyway."""
+        self._depth += 1
+        if self._depth > 1:  # a model that calls itself: the outer forward is the one that ends last
+            return
+        self.forwards += 1
+        self.waiting = [] if self._read < _MOST_READ else None
+
+    def settle_logits(self) -> None:
+        """Computes the logits of which the model's forward has computed no loss, as it ends (collective)."""
+        if self._depth == 1:
+            for call in self.waiting or ():
+                call.settle()
+
+    def leave_forward(self) -> None:
+        """Says that the model's forward has ended, or was interrupted."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self.forget_forward()
+
+    def forget_forward(self) -> None:
+        """Says that no forward of the model runs, also where one was interrupted without a word."""
+        self._depth = 0
+        waiting, self.waiting = self.waiting, None
+        for call in waiting or ():
+            call.leave_forward()
+
+    def read_logits(self, forward: int) -> None:
+        """Says that a script is about to read logits that were not kept.
+
+        Args:
+            forward: the number of their forward, the same on all ranks.
+
+        Raises:
+            RuntimeError: not all ranks do so: the others are in another collective, and cannot be asked in one.
+        """
+        place = f"model {self._order.number}: logits of {self.name} of forward {forward}"
+        if self.rows.ranks > 1 and not all_meet_here(place):
+            raise RuntimeError(
+                f"found the logits of {self.name} in use on this rank and not on all, expected it on all: the head "
+                "is in slices, so all ranks gather its weight to compute them. Read them on all ranks, or give the "
+                'unit of the head "slices": 1 in the placement'
+            )
+        self._read += 1
 
     # Slices
 
