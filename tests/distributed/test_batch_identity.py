@@ -305,15 +305,24 @@ def summed_losses(steps: list[list[list[int]]], accumulation: int = 1) -> dict:
     return dict(model.named_parameters())
 
 
+def require_equal_shares_are_exact(workers, strategy: str, nodes: tuple[int, ...], second: int) -> None:
+    """All ranks have the same share of both loaders: 6 // ranks samples of one, ``second`` of the other."""
+    ranks = sum(nodes)
+    sizes = (6 // ranks, second)
+    steps = [[list(range(step * size * ranks, (step + 1) * size * ranks)) for size in sizes] for step in (0, 1)]
+    both = (second, 2 * second * ranks)
+    for parameters in workers(ranks).run(train_two_loaders, strategy, True, both, 2, nodes=nodes):
+        assert relative_error(parameters, summed_losses(steps)) <= 1e-12
+
+
 @cells(("ddp", (1, 1)), ("lsdp", (2,)))
 def test_two_loaders_of_different_batch_size_in_one_loss_are_exact(workers, strategy, nodes):
-    """All ranks have the same share of both: 6 // ranks samples of one, 4 of the other."""
-    ranks = sum(nodes)
-    steps = [
-        [list(range(step * size * ranks, (step + 1) * size * ranks)) for size in (6 // ranks, 4)] for step in (0, 1)
-    ]
-    for parameters in workers(ranks).run(train_two_loaders, strategy, True, (4, 8 * ranks), 2, nodes=nodes):
-        assert relative_error(parameters, summed_losses(steps)) <= 1e-12
+    require_equal_shares_are_exact(workers, strategy, nodes, 4)
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (2,))])
+def test_two_loaders_of_which_one_has_an_odd_batch_size(workers, strategy, nodes):
+    require_equal_shares_are_exact(workers, strategy, nodes, 5)
 
 
 @cells(("ddp", (2,)), ("lsdp", (2,)))

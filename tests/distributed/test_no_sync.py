@@ -147,7 +147,8 @@ def train_locally(sizes: list[int], strategy: str) -> tuple[dict, dict, str | No
 
 
 @pytest.mark.parametrize(
-    ("sizes", "strategy", "nodes"), [([2, 2], "ddp", (1, 1)), ([3, 1], "ddp", (2,)), ([3, 1], "lsdp", (1, 1))]
+    ("sizes", "strategy", "nodes"),
+    [([2, 2], "ddp", (2,)), ([2, 2], "ddp", (1, 1)), ([3, 1], "ddp", (2,)), ([3, 1], "lsdp", (1, 1))],
 )
 def test_local_sgd_steps_alone_and_averages(workers, sizes, strategy, nodes):
     models = [CASE.model().double() for _ in range(2)]
