@@ -51,7 +51,7 @@ from accelerate_lshdp.documents.plan import Plan, Strategy
 from accelerate_lshdp.engine.batch_norm import allow_single_values
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.fused_steps import fuse_steps
-from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.planning.online.rebalancing import Decision
@@ -161,7 +161,7 @@ class LSHDPAccelerator(Accelerator):
         """Says what the policies mean for the user, and scales the losses of sharded models in fp16."""
         if self.policies.notice:
             logger.warning(self.policies.notice)
-        if self.scaler is not None and self.policies.is_sharded:
+        if self.scaler is not None and self.policies.casts_itself:
             scaling = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
 
@@ -282,9 +282,9 @@ class LSHDPAccelerator(Accelerator):
             )
         model = checked(self.session, model, self.state.dynamo_plugin.backend)
         before = dict(model.named_parameters(remove_duplicate=False))
-        if self.policies.is_sharded:
+        if self.policies.casts_itself:
             # Units that differ are moved one by one: those of the host may not fit the device together.
-            if not (self.policies.strategy.is_offloaded or self.policies.of_stores):
+            if not (self.policies.starts_on_host or self.policies.of_stores):
                 model = model.to(self.device)
             if model not in self._models:  # it may have been prepared for evaluation before
                 self._models.append(model)
@@ -318,7 +318,8 @@ class LSHDPAccelerator(Accelerator):
             parameters = [] if known else [p for group in optimizer.param_groups for p in group["params"]]
             self.session.take_optimizers([optimizer], parameters)
             if not known:
-                if self.device.type == "cpu" and not optimizer.state:
+                on_host = self.device.type == "cpu" or self.policies.mechanism is Mechanism.STREAMED
+                if on_host and not optimizer.state:
                     fuse_steps(optimizer, self.policies.is_sharded)
                 self._optimizer_steps.follow(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)

@@ -22,7 +22,7 @@ def checked(session: Session, model: nn.Module, dynamo_backend: DynamoBackend) -
     """
     error: Exception | None = None
     try:
-        if session.policies.is_sharded and dynamo_backend != DynamoBackend.NO:
+        if session.policies.casts_itself and dynamo_backend != DynamoBackend.NO:
             raise ValueError(
                 f"dynamo_backend={dynamo_backend.value} is not supported with strategy "
                 f"{session.strategy}; leave it out, or use strategy ddp"

@@ -38,9 +38,9 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_typ
         total = total_norm(parameters, norm_type)
         # A tensor, and multiplied with even where it is 1: looking at its value would make the host wait for a device.
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for local in _own_gradients(parameters):
+        for local in own_gradients(parameters):
             local.mul_(scale.to(local.device, local.dtype))
-        _node_barrier(parameters)
+        node_barrier(parameters)
     return total
 
 
@@ -120,13 +120,13 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
     """Clamps every gradient element to [-clip_value, clip_value] in place (collective over nodes that share them)."""
     parameters = [p for p in parameters if p.grad is not None]
     with label("clip_gradients"):
-        _node_barrier(parameters)  # another rank of the node may still be looking at them as they were
-        for local in _own_gradients(parameters):
+        node_barrier(parameters)  # another rank of the node may still be looking at them as they were
+        for local in own_gradients(parameters):
             local.clamp_(-clip_value, clip_value)
-        _node_barrier(parameters)
+        node_barrier(parameters)
 
 
-def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The gradients that this rank changes: its shards, whole ones, and those of its node's that it owns."""
     for parameter in parameters:
         ownership = NodeOwnership.of(parameter)
@@ -136,7 +136,7 @@ def _own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
             yield parameter.grad.data  # does not count as a change by the script, which is refused
 
 
-def _node_barrier(parameters: Iterable[torch.Tensor]) -> None:
+def node_barrier(parameters: Iterable[torch.Tensor]) -> None:
     """Waits until all ranks of the node are here, so that none reads shared gradients while another changes them."""
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):

@@ -31,7 +31,7 @@ def resolve_placement(placement: ModelPlacement, topology: Topology, **options: 
     stores = dict.fromkeys(each.store for each in placement.placements)
     of_stores = {store: _resolve_store(store, topology, options) for store in stores}
     # Whole parameters are the least to know of, shards the most: callers ask for the worst that there is.
-    order = [Mechanism.REPLICATED, Mechanism.NODE_SHARED, Mechanism.FSDP2]
+    order = [Mechanism.REPLICATED, Mechanism.NODE_SHARED, Mechanism.STREAMED, Mechanism.FSDP2]
     hardest = max(of_stores.values(), key=lambda policies: order.index(policies.mechanism))
     # Loops may differ between ranks that share no parameters of any unit.
     widest = max(of_stores.values(), key=lambda policies: max(map(len, policies.shard_groups)))
@@ -62,6 +62,8 @@ def _resolve_store(store: UnitStore, topology: Topology, options: dict[str, Any]
             f"alone after the forward, expected no such option: leave out {option_advice('reshard_after_forward')}, "
             f'or use "{UnitStore.WORLD}" or "{UnitStore.WORLD_KEPT}"'
         )
+    if options["device_type"] != "cpu" and options.get("intra_node", "auto") == "auto":
+        options = {**options, "intra_node": "collectives"}  # units of one model are all FSDP2's, or none
     policies = resolve_policies(store.strategy, topology, **options)
     # On one node its shards are those of the world; where a node has one rank, that one keeps all of the unit.
     if store.reshards_to_node and topology.num_nodes > 1 and policies.mechanism is Mechanism.FSDP2:

@@ -33,6 +33,7 @@ from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice, choose_sliced
 from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.store import SlicedStore
+from accelerate_lshdp.engine.stores.streamed.store import StreamedStore
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.unit_precision import UnitPrecision
 from accelerate_lshdp.engine.units import choose_units
@@ -227,6 +228,8 @@ class Placement:
             return self._make_shared(context)
         if policies.mechanism is Mechanism.REPLICATED:
             return self._make_whole(context)
+        if policies.mechanism is Mechanism.STREAMED:
+            return self._make_streamed(context)
         kind = self._kind(policies, self._reductions.of_shards(policies))
         units = [(unit, kind) for unit in choose_units(context.module, self.units)]
         return Fsdp2Store(context, units, kind, device=self.device, prefetch=self.prefetch)
@@ -250,6 +253,28 @@ class Placement:
             timeout_seconds=world_timeout().total_seconds(),
             waits_in_backward=waits_in_backward,
         )
+
+    def _make_streamed(self, context: StoreContext) -> StreamedStore:
+        precision = self.policies.precision.param_dtype
+        return StreamedStore(
+            context,
+            self.topology,
+            self._node_group_on_host(),
+            self._reductions.on_host,
+            bucket_bytes=self.bucket_bytes,
+            reducing_ranks=self.reducing_ranks,
+            timeout_seconds=world_timeout().total_seconds(),
+            device=self.device,
+            units=choose_units(context.module, self.units),
+            ahead=self.prefetch,
+            compute_dtype=precision,
+            output_dtype=self.policies.output_dtype,
+        )
+
+    def _node_group_on_host(self) -> dist.ProcessGroup:
+        """The ranks of this node (collective: all ranks make the groups of all nodes)."""
+        groups = [self.groups.on_host(ranks) for ranks in self.topology.node_groups]
+        return groups[self.topology.node]
 
     def _make_whole(
         self, context: StoreContext, parameters: Sequence[nn.Parameter] | None = None, user: str = ""

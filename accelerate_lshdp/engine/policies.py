@@ -27,6 +27,7 @@ class Mechanism(str, Enum):
 
     REPLICATED = "replicated"  # whole parameters in the memory of each rank, gradients in buckets
     NODE_SHARED = "node_shared"  # one copy a node, in memory that its ranks map
+    STREAMED = "streamed"  # one copy a node in such memory, and on the device while it is computed with
     FSDP2 = "fsdp2"
 
 
@@ -73,18 +74,31 @@ class ShardingPolicies:
         """Whether FSDP2 manages parameters of the model; otherwise they are whole tensors on every rank."""
         return self.mechanism is Mechanism.FSDP2
 
+    @property
+    def casts_itself(self) -> bool:
+        """Whether units cast what they compute with; otherwise the whole model computes under autocast."""
+        return self.mechanism in (Mechanism.FSDP2, Mechanism.STREAMED)
+
+    @property
+    def starts_on_host(self) -> bool:
+        """Whether a model is placed from host memory, as its units come to the device one by one."""
+        return self.casts_itself and self.strategy.is_offloaded
+
 
 def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, intra_node: str) -> Mechanism:
     """Chooses the mechanism for a strategy on a topology.
 
     On CPUs host memory is device memory, so a node's copy of the parameters need not be gathered block by block: its
-    ranks map it, and a rank that has its node for itself keeps it as it is.
+    ranks map it, and a rank that has its node for itself keeps it as it is. Ranks with devices copy from it block by
+    block, if the strategy keeps it in host memory.
 
     Raises:
         ValueError: shared memory is demanded where there is none.
     """
+    streams = device_type != "cpu" and strategy.is_node_sharded and strategy.is_offloaded
     if intra_node == "shared_memory" and strategy.is_node_sharded:
-        reason = f"the ranks train on {device_type}" if device_type != "cpu" else NodeMemory.missing()
+        on_device = device_type != "cpu" and not streams
+        reason = f"the ranks train on {device_type}" if on_device else NodeMemory.missing()
         if reason is not None:
             raise ValueError(
                 f"intra_node='shared_memory' cannot be used: {reason}; use 'auto' or 'collectives' in "
@@ -92,6 +106,8 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
             )
     if strategy.traits.shared_by is SharedBy.NOBODY or (device_type == "cpu" and topology.world_size == 1):
         return Mechanism.REPLICATED
+    if streams and intra_node != "collectives" and NodeMemory.missing() is None:
+        return Mechanism.STREAMED
     if device_type != "cpu" or not strategy.is_node_sharded or intra_node == "collectives":
         return Mechanism.FSDP2
     # A rank that has its node for itself holds the node's one copy: whole parameters, with nothing to share.
@@ -109,7 +125,9 @@ def shard_groups_of(strategy: Strategy, topology: Topology, mechanism: Mechanism
     world = tuple(range(topology.world_size))
     if strategy.is_world_sharded:
         return (world,)
-    if mechanism is Mechanism.NODE_SHARED or (strategy.is_node_sharded and not topology.is_uneven):
+    if mechanism in (Mechanism.NODE_SHARED, Mechanism.STREAMED) or (
+        strategy.is_node_sharded and not topology.is_uneven
+    ):
         return topology.node_groups
     return tuple((rank,) for rank in world)
 

@@ -13,7 +13,7 @@ from accelerate_lshdp.engine.stores.shared.node_sums import NodeSums
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
 from accelerate_lshdp.engine.wire.node_first import NodeFirstReduction, Place
 from accelerate_lshdp.engine.wire.reduction import ExactReduction, GradientReduction
-from accelerate_lshdp.runtime.groups import ProcessGroups, world_timeout
+from accelerate_lshdp.runtime.groups import ProcessGroups, host_backend, world_timeout
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -105,6 +105,14 @@ class ReductionMaker:
             return None
         group = self._groups.of_ranks(ranks, user)
         second_group = make_second_group(self._communication, [ranks])
+        return self._make(group, second_group) if self._topology.rank in ranks else None
+
+    def on_host(self, ranks: tuple[int, ...], user: str = "") -> GradientReduction | None:
+        """As `of_ranks`, for gradients in host memory, whatever device the ranks train on."""
+        if len(ranks) == 1:
+            return None
+        group = self._groups.on_host(ranks, user)
+        second_group = make_second_group(self._communication, [ranks], host_backend())
         return self._make(group, second_group) if self._topology.rank in ranks else None
 
     def _make(self, group: dist.ProcessGroup, second_group: dist.ProcessGroup | None) -> GradientReduction:

@@ -74,8 +74,11 @@ class SingleRankTrainer:
             mixed_precision=accelerator.mixed_precision,
             reshard_after_forward=reshard,
             pin_memory=options.pin_memory,
-            # What FSDP2 itself takes is part of the world-sharded strategies' time.
-            intra_node="collectives" if strategy.is_world_sharded else options.intra_node,
+            # What FSDP2 itself takes is part of the world-sharded strategies' time. On devices the memory of a node
+            # would need all of its ranks, who measure one by one.
+            intra_node=(
+                "collectives" if strategy.is_world_sharded or self.device.type != "cpu" else options.intra_node
+            ),
         )
         self._placement = Placement(
             self.policies,
@@ -101,8 +104,8 @@ class SingleRankTrainer:
         """
         self._subject = subject
         self.model = subject.model.train()
-        # An offloaded model stays on the host; FSDP2 brings its units to the device one by one.
-        if not (self.policies.is_sharded and self.policies.strategy.is_offloaded):
+        # An offloaded model stays on the host; its units are brought to the device one by one.
+        if not self.policies.starts_on_host:
             self.model.to(self.device)
         # Sharding replaces parameters by others of the same name; the optimizer still holds the old ones.
         before = dict(self.model.named_parameters(remove_duplicate=False))
@@ -140,8 +143,8 @@ class SingleRankTrainer:
             flow.finish([self._prepared])
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        # FSDP2 casts by itself, as it does in training.
-        casts = contextlib.nullcontext() if self.policies.is_sharded else self.accelerator.autocast()
+        # Units cast by themselves, as it does in training.
+        casts = contextlib.nullcontext() if self.policies.casts_itself else self.accelerator.autocast()
         with casts:
             loss = self._subject.loss(self.model, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:

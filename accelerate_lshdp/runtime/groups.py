@@ -30,6 +30,12 @@ def new_group(ranks: Sequence[int] | None = None, backend: str | None = None) ->
     return dist.new_group(members, timeout=world_timeout(), backend=backend)
 
 
+def host_backend() -> str | None:
+    """The backend of groups that carry tensors in host memory; None: that of the group of all ranks does."""
+    backends = dist.get_backend_config()  # such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"
+    return None if "cpu:" in backends or backends == dist.Backend.GLOO else "gloo"
+
+
 @contextmanager
 def temporary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.ProcessGroup]:
     """Makes a group for the time of a block (collective over the world to enter and to leave).
@@ -49,6 +55,10 @@ def temporary_group(partition: Sequence[Sequence[int]]) -> Iterator[dist.Process
     dist.destroy_process_group(own)
 
 
+#: Number of the model, user, ranks, backend.
+_Key = tuple[int, str, tuple[int, ...], str | None]
+
+
 class ProcessGroups:
     """Makes and keeps process groups by their ranks, for everything that trains in the same world.
 
@@ -63,9 +73,9 @@ class ProcessGroups:
         model: counts from 0 the models of a training, whose groups are asked for.
     """
 
-    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, str, tuple[int, ...]], dist.ProcessGroup]] = (
-        WeakKeyDictionary()
-    )
+    _made_in: WeakKeyDictionary[
+        dist.ProcessGroup, dict[tuple[int, str, tuple[int, ...], str | None], dist.ProcessGroup]
+    ] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.model = 0
@@ -99,12 +109,16 @@ class ProcessGroups:
         """The group of some ranks (collective over the world, members or not); ``user`` as for `of_partition`."""
         return self._group(ranks, user)
 
-    def _group(self, ranks: tuple[int, ...], user: str) -> dist.ProcessGroup:
+    def on_host(self, ranks: tuple[int, ...], user: str = "") -> dist.ProcessGroup:
+        """As `of_ranks`, for tensors in host memory, whatever device the ranks train on."""
+        return self._group(ranks, user, host_backend())
+
+    def _group(self, ranks: tuple[int, ...], user: str, backend: str | None = None) -> dist.ProcessGroup:
         # The world's own group needs no second one, whose threads would cost time; further models need their own.
-        if self.model == 0 and not user and ranks == tuple(range(dist.get_world_size())):
+        if self.model == 0 and not user and backend is None and ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD
         made = self._made_in.setdefault(dist.group.WORLD, {})
-        key = (self.model, user, ranks)
+        key = (self.model, user, ranks, backend)
         if key not in made:
-            made[key] = new_group(ranks)
+            made[key] = new_group(ranks, backend)
         return made[key]

@@ -115,6 +115,26 @@ class CachingPool {
     return searched < block->data + block->size ? block : nullptr;
   }
 
+  // Takes memory that the program has made itself for memory of this pool, until `disown`.
+  void adopt(void* data, size_t size) {
+    std::lock_guard<std::mutex> lock(order_mutex);
+    auto block = std::make_unique<Block>();
+    block->data = static_cast<char*>(data);
+    block->size = block->used = size;
+    block->home = no_stream;
+    live_ += size;
+    peak_ = std::max(peak_, live_);
+    blocks_[block->data] = std::move(block);
+  }
+
+  void disown(void* data) {
+    std::lock_guard<std::mutex> lock(order_mutex);
+    const auto found = blocks_.find(static_cast<char*>(data));
+    TORCH_CHECK(found != blocks_.end(), "found no host memory that was registered at this address");
+    live_ -= found->second->used;
+    blocks_.erase(found);
+  }
+
   bool contains(const void* address) {
     std::lock_guard<std::mutex> lock(order_mutex);
     return find(address) != nullptr;

@@ -118,6 +118,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sleep", [](double seconds) {
     enqueue(current_stream(), {}, "sleep", [seconds] { sleep_for(seconds); });
   }, without_gil);
+  m.def("register_host_memory", [](uintptr_t data, size_t size) {
+    pinned_pool().adopt(reinterpret_cast<void*>(data), size);
+  });
+  m.def("unregister_host_memory", [](uintptr_t data) { pinned_pool().disown(reinterpret_cast<void*>(data)); });
   m.def("races", [] {
     std::lock_guard<std::mutex> lock(order_mutex);
     return races;

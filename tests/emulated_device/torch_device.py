@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -60,6 +60,13 @@ def configure(
     _extension.configure(to_device, to_host, copy_delay, collective_delay, compute_delay, limit)
 
 
+def register_host_memory(memory: torch.Tensor) -> Callable[[], None]:
+    """Makes host memory one that copies need not block for, as ``cudaHostRegister`` does; returns what ends that."""
+    address = memory.data_ptr()
+    _extension.register_host_memory(address, memory.nbytes)
+    return lambda: _extension.unregister_host_memory(address)
+
+
 def new_stream(device: Any = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(device=f"{NAME}:0", priority=priority)
 
@@ -97,6 +104,7 @@ def _device_module() -> ModuleType:
     module.Stream, module.Event = new_stream, new_event
     module.stream, module.current_stream = stream, current_stream
     module.empty_cache = empty_cache
+    module.register_host_memory = register_host_memory
     module.memory_allocated = lambda device=None: counts()["device_bytes"]
     module.max_memory_allocated = lambda device=None: counts()["peak_device_bytes"]
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

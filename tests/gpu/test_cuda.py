@@ -16,15 +16,20 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="found no CUDA device"),
 ]
-ON_A_GPU = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "0"}
+ON_A_GPU = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
 
 
-def errors_on_gpu(setting: Setting) -> list[tuple[float, float]]:
-    arguments = [TESTS / "gpu" / "cuda_worker.py", json.dumps(asdict(setting))]
+def on_gpu(task: str, setting: Setting) -> list[list[str]]:
+    """What the ranks print about a task of `cuda_worker`, in words."""
+    arguments = [TESTS / "gpu" / "cuda_worker.py", task, json.dumps(asdict(setting))]
     ended = launch(arguments, setting.world_size, nodes=setting.nodes, env=ON_A_GPU)
     assert ended.returncode == 0, ended.stderr
     lines = [line.split() for process in ended.processes for line in process.stdout.splitlines()]
-    return [(float(words[1]), float(words[2])) for words in lines if words and words[0] == "errors"]
+    return [words[1:] for words in lines if words and words[0] == task]
+
+
+def errors_on_gpu(setting: Setting) -> list[tuple[float, float]]:
+    return [(float(gradient), float(parameters)) for gradient, parameters in on_gpu("errors", setting)]
 
 
 @pytest.mark.parametrize(
@@ -36,13 +41,26 @@ def errors_on_gpu(setting: Setting) -> list[tuple[float, float]]:
     ]
     + [Setting(strategy, ((2, 3),), (1,)) for strategy in ("ddp", "lsdp", "fsdp_offload", "zero2")]
     + [Setting(strategy, (3, 1), (1, 1)) for strategy in ("ddp", "lsdp", "group_sharding")]
-    + [Setting("lsdp", ((2, 2), (1, 2)), (1, 1), model="gpt2")],
+    + [
+        Setting("lsdp", ((2, 2), (1, 2)), (1, 1), model="gpt2"),
+        Setting("lsdp", (3, 1), (2,), model="gpt2", own_accumulation=2),
+        Setting("lsdp", (3, 1, 2), (1, 2), frozen=("layers.0",)),
+        Setting("lsdp", (2, 2), (2,), gradient_checkpointing=True, dtype="float32", steps=20),
+        Setting("lsdp", (3, 1), (1, 1), model="gpt2", intra_node="collectives"),
+    ],
     ids=str,
 )
 def test_training_on_a_gpu_equals_one_process_on_the_cpu(setting: Setting) -> None:
     errors = errors_on_gpu(setting)
     assert len(errors) == setting.world_size
     check(errors, setting.dtype)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 1)], ids=str)
+def test_streamed_bf16_has_the_bits_of_the_offload_of_fsdp2(sizes: tuple[int, ...]) -> None:
+    nodes = (1,) * len(sizes)
+    found = on_gpu("same_bits", Setting("lsdp", sizes, nodes, model="gpt2", dtype="float32", layers=4))
+    assert found == [["True"]] * len(sizes)
 
 
 @pytest.mark.parametrize("strategy", ["lsdp", "ddp"])

@@ -14,7 +14,9 @@ from accelerate_lshdp.engine.wire.reduction import REDUCTIONS, GradientReduction
 from accelerate_lshdp.runtime.groups import new_group
 
 
-def make_second_group(communication: Communication, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def make_second_group(
+    communication: Communication, partition: Sequence[Sequence[int]], backend: str | None = None
+) -> dist.ProcessGroup | None:
     """The group for second messages, another of the same ranks (collective over the world).
 
     All ranks make it, members or not: torch numbers the groups that all ranks make. It names those that only their
@@ -23,6 +25,7 @@ def make_second_group(communication: Communication, partition: Sequence[Sequence
     Args:
         communication: how gradients travel.
         partition: disjoint groups of ranks.
+        backend: None: that of the group of all ranks.
 
     Returns:
         That of this rank; None if it is in no group, or if the format sends one message.
@@ -31,7 +34,7 @@ def make_second_group(communication: Communication, partition: Sequence[Sequence
         return None
     # A group of its own: second messages are sent by another thread, when each rank gets to it, and gloo would take
     # them for the first messages that the backward sends at that moment.
-    made = {tuple(ranks): new_group(ranks) for ranks in partition}
+    made = {tuple(ranks): new_group(ranks, backend) for ranks in partition}
     return next((group for ranks, group in made.items() if dist.get_rank() in ranks), None)
 
 

@@ -1,10 +1,11 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The gradients of a node in one message, and what each of its ranks adds to them."""
+"""The gradients of a node in one message, what each of its ranks adds to them, and how these come there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ class Contribution:
         gradients: one a view of the bucket; None: this rank has none.
         fresh: for each, whether a gradient takes the place of what is there (done by the first rank).
         synchronise: whether the sum is to go between nodes after this.
+        noted: of the source when the gradients were handed in.
     """
 
     backward: int
@@ -51,3 +53,31 @@ class Contribution:
     gradients: list[torch.Tensor | None]
     fresh: list[bool]
     synchronise: bool
+    noted: Any = None
+
+
+class GradientSource:
+    """Where autograd's gradients are, and how they come into the sums of the node: here, from host memory."""
+
+    def note(self) -> Any:
+        """Takes note of what has to be done before gradients exist that are handed in now; by autograd's thread."""
+        return None
+
+    def bring(
+        self,
+        noted: Any,
+        copied: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        summed: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> None:
+        """Brings gradients of one bucket to their places; they are there when it returns. By the node's thread.
+
+        Args:
+            noted: what `note` gave when they were handed in.
+            copied: places, and gradients that take the place of what is there.
+            summed: places, and gradients that are added to what is there.
+        """
+        # One call for all tensors of a bucket, which leaves the interpreter to the backward for as long.
+        if copied[0]:
+            torch._foreach_copy_(*copied)
+        if summed[0]:
+            torch._foreach_add_(*summed)

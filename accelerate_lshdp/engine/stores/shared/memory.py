@@ -131,6 +131,10 @@ class NodeMemory:
         """A view of the memory as a tensor; it keeps the memory alive."""
         return _view(self._memory, offset, shape, dtype)
 
+    def whole(self) -> torch.Tensor:
+        """All of the memory, as bytes."""
+        return self.tensor(0, (len(self._memory),), torch.uint8)
+
     def own_copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors in this memory as ones that this rank has for itself; nothing is copied until it writes to them.
 

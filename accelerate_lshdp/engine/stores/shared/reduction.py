@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from accelerate_lshdp.engine.stores.shared.bucket import Contribution, SharedBucket
+from accelerate_lshdp.engine.stores.shared.bucket import Contribution, GradientSource, SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.table import BARRIER_PURPOSES, BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.reduction import PendingReduction
@@ -49,6 +49,7 @@ class NodeReduction:
         buckets: in the order in which they are delivered.
         clock: counts the time spent waiting.
         timeout_seconds: how long to wait for another rank.
+        source: how gradients come into the buckets.
 
     Attributes:
         changes: how often all ranks of the node have changed their gradients together, by clipping.
@@ -61,8 +62,10 @@ class NodeReduction:
         buckets: Sequence[SharedBucket],
         clock: WaitClock,
         timeout_seconds: float,
+        source: GradientSource | None = None,
     ) -> None:
         self.clock = clock
+        self._source = GradientSource() if source is None else source
         self._most_waiting: int | None = None
         self.timeout_seconds = timeout_seconds
         self.changes = 0
@@ -120,8 +123,9 @@ class NodeReduction:
         """
         # The order of this queue is the order of collectives between nodes: the model delivers in the order of
         # indices.
+        noted = self._source.note()
         with self._changed:
-            self._queue.append(Contribution(self._backward, index, gradients, fresh, synchronise))
+            self._queue.append(Contribution(self._backward, index, gradients, fresh, synchronise, noted))
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
         self._memory.wake_self()
@@ -392,12 +396,8 @@ class NodeReduction:
             into, of = copied if first else summed
             into.append(view)
             of.append(gradient)
-        # One call for all tensors of a bucket, which leaves the interpreter to the backward for as long.
         with label("node_reduce"):
-            if copied[0]:
-                torch._foreach_copy_(*copied)
-            if summed[0]:
-                torch._foreach_add_(*summed)
+            self._source.bring(contribution.noted, copied, summed)
         # `_busy` keeps `finish` waiting until this is published, too.
         with self._changed:
             self._queue.popleft()

@@ -24,6 +24,7 @@ from torch import nn
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
+from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
@@ -92,8 +93,8 @@ class SharedStore(Store):
         self._samples: torch.Tensor | None = None
         self._changes = 0
         self._share(topology, node_group, reduction_of, timeout_seconds)
-        for index, parameter in enumerate(self._parameters):
-            context.attachments.add(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+        for index, leaf in enumerate(self._make_leaves()):
+            context.attachments.add(leaf.register_post_accumulate_grad_hook(self._hook(index)))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -111,16 +112,18 @@ class SharedStore(Store):
         # same places from the same model, so no addresses have to be exchanged.
         layout = Layout()
         everything = self._everything  # frozen ones, too: each exists once a node
-        places = [layout.place(p.numel() * p.dtype.itemsize) for p in everything]
+        places = self._place_parameters(layout)
         parameter_bytes = layout.bytes
         members = [[self._parameters[index] for index in bucket] for bucket in self._layout]
         made = NodeBuckets(topology, members, layout, numbers=len(self._parameters))
+        self._place_beside(layout, topology)
         memory = NodeMemory.create(topology, layout.bytes)
         with torch.no_grad():
             views = [memory.tensor(place, p.shape, p.dtype) for p, place in zip(everything, places, strict=True)]
             if topology.local_rank == 0:
                 for parameter, view in zip(everything, views, strict=True):
                     view.copy_(parameter)
+        source = self._take_memory(memory, views)
         # The first rank has filled the memory before others compute with it; until then it holds zeros.
         dist.barrier()
         # `.data` instead of new parameters: the script's optimizer and tied modules hold these objects.
@@ -135,7 +138,7 @@ class SharedStore(Store):
         }
         self._words = memory.tensor(0, (layout.bytes // 4,), torch.int32)
         self._places, _ = sampled_places([self._views[index] for index in range(len(self._parameters))], self._words)
-        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds)
+        self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds, source)
         # The thread holds the reduction, not the model: when the model is dropped, the thread ends.
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
@@ -145,6 +148,28 @@ class SharedStore(Store):
             parameter._lshdp_node_ownership = NodeOwnership(
                 index, owner, owner == topology.rank, node_group, self._reduction
             )
+
+    # What differs where the forward does not compute with the parameters in the memory of the node
+
+    def _place_parameters(self, layout: Layout) -> list[int]:
+        """Reserves places for all parameters, and nothing else; in the order of ``_everything``."""
+        return [layout.place(parameter.numel() * parameter.dtype.itemsize) for parameter in self._everything]
+
+    def _place_beside(self, layout: Layout, topology: Topology) -> None:
+        """Reserves places for what else the ranks of the node share."""
+        return
+
+    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor]) -> GradientSource:
+        """Prepares the memory (collective); where it is made, ``masters`` have the values of the parameters.
+
+        Returns:
+            How gradients come into the memory.
+        """
+        return GradientSource()
+
+    def _make_leaves(self) -> Sequence[torch.Tensor]:
+        """The tensors that the forward computes with, one for each trainable parameter."""
+        return self._parameters
 
     def close(self) -> None:
         self._reduction.close()

@@ -1,0 +1,278 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Parameters in host memory, one copy a node, that are streamed through the device unit by unit: ``lsdp`` on devices.
+
+Parameters, gradients and optimizer states are those of `SharedStore`, in memory that all ranks of the node map and
+that is registered with their devices. In a forward or backward each unit of the model is copied to the device before
+it computes, and dropped after it (`Streaming`). Its gradients are copied to the host while the backward goes on,
+added there over the ranks of the node, and summed between nodes.
+
+Where the units compute in lower precision, a copy of the parameters in it lies beside them, so that half as much is
+copied to the device. Each rank brings those up to date that it has stepped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate_lshdp.engine.attachments import Attachments
+from accelerate_lshdp.engine.module_state import is_noop_conversion
+from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
+from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
+from accelerate_lshdp.engine.stores.shared.store import SharedStore
+from accelerate_lshdp.engine.stores.streamed.gradients import DeviceGradients
+from accelerate_lshdp.engine.stores.streamed.pinning import register_with_device
+from accelerate_lshdp.engine.stores.streamed.streaming import Streaming
+from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
+from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.topology import Topology
+
+
+class StreamedStore(SharedStore):
+    """Parameters of a node in host memory, on the device while they are computed with (collective to make).
+
+    Args:
+        device: where the forward runs.
+        units: groups of modules that are on the device together.
+        ahead: number of units that are copied while one computes.
+        compute_dtype: that units compute in; None: that of their parameters.
+        output_dtype: that floating-point outputs of the model are cast to, None: as they are.
+        *args: as for `SharedStore`; the model may be in host memory or on the device.
+        **kwargs: likewise.
+
+    Raises:
+        NodeMemoryError: on all ranks, if the ranks of a node cannot share memory, or a device cannot use it.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        device: torch.device,
+        units: Sequence[tuple[nn.Module, ...]],
+        ahead: int,
+        compute_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        **kwargs: Any,
+    ) -> None:
+        self._device = device
+        self._modules = units
+        self._ahead = ahead
+        self._compute_dtype = compute_dtype
+        self._output_dtype = output_dtype
+        self._are_cast = False
+        super().__init__(*args, **kwargs)
+
+    # Setting up: first places in the memory that is still to be made, then what lies there
+
+    def _place_parameters(self, layout: Layout) -> list[int]:
+        # Unit by unit, so that each is one piece, which is copied at once.
+        self._members = self._divide()
+        places = {index: layout.place(_bytes_of(self._everything[index])) for index in sum(self._members, [])}
+        self._sources = places
+        return [places[index] for index in range(len(self._everything))]
+
+    def _divide(self) -> list[list[int]]:
+        """Indices of the parameters of each unit; the last one is what is in no unit."""
+        indices = {id(parameter): index for index, parameter in enumerate(self._everything)}
+        rest = dict.fromkeys(range(len(self._everything)))
+        members = []
+        for modules in self._modules:
+            own = dict.fromkeys(indices[id(p)] for module in modules for p in module.parameters() if id(p) in indices)
+            members.append([index for index in own if index in rest])
+            for index in own:
+                rest.pop(index, None)
+        return [*members, list(rest)]
+
+    def _place_beside(self, layout: Layout, topology: Topology) -> None:
+        if any(self._computed_dtype(parameter) != parameter.dtype for parameter in self._everything):
+            self._sources = {
+                index: layout.place(
+                    self._everything[index].numel() * self._computed_dtype(self._everything[index]).itemsize
+                )
+                for index in self._sources
+            }
+            self._are_cast = True
+        largest = max((sum(_bytes_of(self._parameters[i]) for i in bucket) for bucket in self._layout), default=0)
+        stagings = [layout.place(largest) for _ in topology.node_groups[topology.node]]
+        self._staging = slice(stagings[topology.local_rank], stagings[topology.local_rank] + largest)
+
+    def _computed_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        casts = self._compute_dtype is not None and parameter.dtype.is_floating_point
+        return self._compute_dtype if casts else parameter.dtype
+
+    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor]) -> GradientSource:
+        self._bytes = memory.whole()
+        self.context.attachments.at_removal(_register_on_all_ranks(self._bytes, self._device))
+        self._casts = {}
+        if self._are_cast:
+            self._casts = {
+                index: memory.tensor(place, masters[index].shape, self._computed_dtype(masters[index]))
+                for index, place in self._sources.items()
+            }
+            if memory.local_rank == 0:
+                self._cast(masters, self._casts)
+        return DeviceGradients(self._device, self._bytes[self._staging])
+
+    def _make_leaves(self) -> list[torch.Tensor]:
+        copies = torch.get_device_module(self._device).Stream(self._device)
+        units = []
+        for modules, members in zip([*self._modules, (self.module,)], self._members, strict=True):
+            masters = [self._everything[index] for index in members]
+            dtypes = [self._computed_dtype(master) for master in masters]
+            first = self._sources[members[0]] if members else 0
+            offsets = [self._sources[index] - first for index in members]
+            count = offsets[-1] + masters[-1].numel() * dtypes[-1].itemsize if members else 0
+            source = self._bytes[first : first + count]
+            places = list(zip(offsets, dtypes, strict=True))
+            units.append(StreamedUnit(modules, masters, source, places, self._device, copies))
+        self._copies = copies
+        self._streaming = Streaming(
+            units,
+            ahead=self._ahead,
+            compute_dtype=self._compute_dtype,
+            output_dtype=self._output_dtype,
+            attachments=self.context.attachments,
+        )
+        _move_buffers(self.module, self._device, self.context.attachments)
+        places = {id(m): (unit, place) for unit in units for place, m in enumerate(unit.masters)}
+        self._place_in_unit = [places[id(parameter)] for parameter in self._parameters]
+        leaves = [unit.leaves[place] for unit, place in self._place_in_unit]
+        self._master_of = {id(leaf): master for leaf, master in zip(leaves, self._parameters, strict=True)}
+        self._leaves = leaves
+        self.context.attachments.at_removal(self._leave_device)
+        for master in self._parameters:
+            self.context.attachments.add(master.register_post_accumulate_grad_hook(_refuse_gradient_of_master))
+        return leaves
+
+    def _leave_device(self) -> None:
+        self._streaming.release()
+        self._copies.synchronize()
+
+    def gradient_leaves(self) -> Iterator[torch.Tensor]:
+        yield from self._leaves
+
+    def gathered_parameters(self) -> dict[int, nn.Parameter]:
+        return self._master_of
+
+    def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        if is_noop_conversion(convert, self.module, self._device):
+            return True
+        raise RuntimeError(
+            "found a prepared model that is to be moved or converted (.to(), .cpu(), .half(), ...). Its parameters "
+            "are in memory that the ranks of the node share: convert the model before prepare(), or take its weights "
+            "with accelerator.get_state_dict(model) and load them into another model"
+        )
+
+    # One backward
+
+    def begin(self, synchronise: bool) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None  # of a backward of the script's own
+        self._streaming.backward_begins()
+        super().begin(synchronise)
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        super()._take(index, parameter)
+        self._streaming.gradient_came(*self._place_in_unit[index])
+
+    def finish(self) -> None:
+        self._streaming.release()
+        super().finish()
+
+    def cancel(self) -> None:
+        self._streaming.release()
+        super().cancel()
+
+    def abandon(self) -> None:
+        self._streaming.release()
+        super().abandon()
+
+    # What changes the parameters
+
+    def before_step(self, stepping: Collection[int] | None = None) -> None:
+        # Before the other ranks are told that this one is done with the parameters as they are: the device still reads
+        # them as long as copies are under way.
+        self._stop_reading()
+        super().before_step(stepping)
+
+    def after_step(self) -> None:
+        owned = [index for index, parameter in enumerate(self._everything) if self._is_owned(parameter)]
+        self._cast(self._everything, {index: self._casts[index] for index in owned if index in self._casts})
+        super().after_step()
+
+    @staticmethod
+    def _is_owned(parameter: nn.Parameter) -> bool:
+        ownership = NodeOwnership.of(parameter)
+        return ownership is not None and ownership.owned
+
+    def loading_begins(self, state: dict[str, Any]) -> None:
+        self._stop_reading()
+        super().loading_begins(state)
+
+    def _stop_reading(self) -> None:
+        self._streaming.parameters_change()
+        self._copies.synchronize()
+
+    def parameters_loaded(self) -> None:
+        # All of them, by each rank: it has set them itself, and others to the same values.
+        self._streaming.parameters_change()
+        self._cast(self._everything, self._casts)
+        super().parameters_loaded()
+
+    @torch.no_grad()
+    def _cast(self, masters: Sequence[torch.Tensor], casts: Mapping[int, torch.Tensor]) -> None:
+        """Brings copies in the precision of the units up to date."""
+        if casts:
+            torch._foreach_copy_(list(casts.values()), [masters[index].detach() for index in casts])
+
+
+def _bytes_of(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.dtype.itemsize
+
+
+def _refuse_gradient_of_master(parameter: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"found a gradient for a parameter of shape {tuple(parameter.shape)} in host memory: the loss uses it outside "
+        "of the forward of its module, where it is not on the device. Compute with parameters inside of the model's "
+        "forward (a weight penalty: as weight_decay of the optimizer), or use strategy ddp"
+    )
+
+
+def _register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Registers a node's memory with the devices of all ranks (collective).
+
+    Raises:
+        NodeMemoryError: on all ranks, if a device cannot use it.
+    """
+    error, unregister = None, None
+    try:
+        unregister = register_with_device(memory, device)
+    except NodeMemoryError as caught:
+        error = f"rank {dist.get_rank()}: {caught}"
+    # All ranks tell, whatever happened to them: this call is collective.
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        if unregister is not None:
+            unregister()
+        raise NodeMemoryError(
+            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
+        )
+    return unregister
+
+
+def _move_buffers(module: nn.Module, device: torch.device, attachments: Attachments) -> None:
+    """Moves a module's buffers to the device, and back when the attachments are removed."""
+    for buffer in module.buffers():
+        attachments.at_removal(functools.partial(_move, buffer, buffer.device))
+        _move(buffer, device)
+
+
+def _move(buffer: torch.Tensor, device: torch.device) -> None:
+    buffer.data = buffer.data.to(device)

@@ -1,0 +1,244 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""When each unit of a model is on the device: hooks of its forwards and backwards, and what is fetched ahead."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from accelerate_lshdp.engine.attachments import Attachments
+from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.stores.streamed.containers import change_tensors, tensors_in
+from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
+from accelerate_lshdp.runtime.option_advice import option_advice
+
+
+@dataclass
+class _Forward:
+    """One forward of a unit that a backward may follow.
+
+    Attributes:
+        unit: that computes.
+        steps: how often the parameters had been changed by then.
+        inputs: of which the gradient is still to come in the backward.
+        is_in_backward: whether the gradient of an output has come.
+        given: inputs that need a gradient, with their counters of changes in place; dropped when the forward ends, as
+            the graph of the backward keeps this object.
+    """
+
+    unit: StreamedUnit
+    steps: int
+    inputs: int = 0
+    is_in_backward: bool = False
+    given: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def take_changes(self) -> bool:
+        """Whether the forward has changed an input in place."""
+        given, self.given = self.given, []
+        return any(tensor._version != version for tensor, version in given)
+
+
+class Streaming:
+    """Brings units to the device before they compute, and takes them off it after that.
+
+    A unit is on the device during its forward, and from the moment in which the gradient of one of its outputs is
+    there until those of its inputs and parameters are. While one computes, those that came after it in the last pass
+    are copied. The rest of the model stays on the device from the beginning of its forward to the end of the backward:
+    its forward is around those of all units.
+
+    Args:
+        units: of the model, in the order of registration; the last one is the rest, with the model as its module.
+        ahead: number of units that are copied while one computes.
+        compute_dtype: that floating-point inputs of units are cast to, None: as they are.
+        output_dtype: that floating-point outputs of the model are cast to, None: as they are.
+        attachments: of the model.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[StreamedUnit],
+        *,
+        ahead: int,
+        compute_dtype: torch.dtype | None,
+        output_dtype: torch.dtype | None,
+        attachments: Attachments,
+    ) -> None:
+        self._units = list(units)
+        self._rest = self._units[-1]
+        self._ahead = ahead
+        self._compute_dtype = compute_dtype
+        self._output_dtype = output_dtype
+        self._steps = 0
+        # As the model is registered, until a forward shows how it computes.
+        blocks = self._units[:-1]
+        self._after = dict(zip(blocks, blocks[1:], strict=False))
+        self._before = dict(zip(blocks[1:], blocks, strict=False))
+        self._newest: StreamedUnit | None = None  # of the forward of the model that is under way
+        self._last: StreamedUnit | None = blocks[-1] if blocks else None  # of the one before
+        self._forwards: dict[nn.Module, list[_Forward]] = {}  # that are under way, the innermost last
+        self._in_backward: Counter[StreamedUnit] = Counter()  # forwards of each unit whose backward is under way
+        self._awaited: dict[StreamedUnit, set[int]] = {}  # leaves whose gradient is to come in this backward
+        for unit in self._units:
+            begins, ends = functools.partial(self._forward_begins, unit), functools.partial(self._forward_ends, unit)
+            for module in unit.modules:
+                # The first hook, as others may look at the parameters; the last one after the forward for the same
+                # reason.
+                attachments.add(
+                    module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(ends, always_call=True),
+                )
+
+    # What the store says
+
+    def parameters_change(self) -> None:
+        """Takes note that parameters are about to be changed: what is on the device is of no use any more."""
+        self._steps += 1
+        self.release()
+
+    def backward_begins(self) -> None:
+        """Takes note that a backward begins."""
+        self._in_backward.clear()
+        self._awaited = {
+            unit: {index for index, leaf in enumerate(unit.leaves) if leaf.requires_grad} for unit in self._units
+        }
+
+    def gradient_came(self, unit: StreamedUnit, index: int) -> None:
+        """Takes note that the gradient of a unit's leaf is complete."""
+        if not unit.is_on_device:
+            raise RuntimeError(
+                f"found a gradient of {type(unit.modules[0]).__name__} computed while its parameters were not on "
+                "the device: its backward began where it could not be seen. Return what leads to the loss from its "
+                f"forward, in tuples, dictionaries or objects, or use {option_advice('intra_node', 'collectives')}"
+            )
+        if unit in self._awaited:
+            self._awaited[unit].discard(index)
+            self._release_done(unit)
+
+    def release(self) -> None:
+        """Takes all units off the device; never inside a forward or a backward."""
+        self._forwards.clear()
+        for unit in self._units:
+            unit.release()
+
+    # Forward
+
+    def _forward_begins(
+        self, unit: StreamedUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit.use()
+        if unit is not self._rest:
+            if _is_in_autograd():  # activations are computed again
+                self._fetch_next(unit, self._before)
+            else:
+                self._note_order(unit)
+                self._fetch_next(unit, self._after)
+        forward = _Forward(unit, self._steps)
+        self._forwards.setdefault(module, []).append(forward)
+        prepare = functools.partial(self._prepare_input, forward)
+        args = tuple(change_tensors(each, prepare) for each in args)
+        return args, {name: change_tensors(each, prepare) for name, each in kwargs.items()}
+
+    def _note_order(self, unit: StreamedUnit) -> None:
+        before, self._newest = self._newest, unit
+        if before is not None and before is not unit:
+            self._after[before], self._before[unit] = unit, before
+
+    def _fetch_next(self, unit: StreamedUnit, following: dict[StreamedUnit, StreamedUnit]) -> None:
+        for _ in range(self._ahead):
+            next_unit = following.get(unit)
+            if next_unit is None:
+                return
+            next_unit.fetch()
+            unit = next_unit
+
+    def _prepare_input(self, forward: _Forward, tensor: torch.Tensor, stays: bool) -> torch.Tensor:
+        cast = self._compute_dtype is not None and tensor.is_floating_point() and tensor.dtype != self._compute_dtype
+        own = tensor.to(self._compute_dtype) if cast else tensor
+        if torch.is_grad_enabled() and own.requires_grad:
+            # A tensor of this forward alone, where possible: the gradient of the one that came in is complete only
+            # when all others that use it have had their backward. A view, as a unit may change its input in place.
+            own = own if cast or stays else own.view_as(own)
+            forward.inputs += 1
+            forward.given.append((own, own._version))
+            own.register_hook(functools.partial(self._input_has_gradient, forward))
+        return own
+
+    def _forward_ends(self, unit: StreamedUnit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # Called after a forward that failed, too, maybe in a hook before ours.
+        forwards = self._forwards.get(module)
+        if not forwards:
+            return None
+        forward = forwards.pop()
+        if unit is self._rest and not forwards:
+            self._last, self._newest = self._newest, None
+            output = self._cast(output)
+        # What leads to the loss may be an input that was changed in place, and not what the forward returns.
+        can_be_seen = self._watch_outputs(forward, output) and not forward.take_changes()
+        if forwards or _is_in_autograd():
+            return output  # it is still in use
+        if not torch.is_grad_enabled():
+            self.release() if unit is self._rest else unit.release()
+        elif unit is self._rest or not can_be_seen:
+            unit.put_aside()  # it is needed from the beginning of the backward on, or nobody will say when
+        else:
+            unit.release()
+        return output
+
+    def _cast(self, output: Any) -> Any:
+        dtype = self._output_dtype
+        if dtype is None:
+            return output
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    def _watch_outputs(self, forward: _Forward, output: Any) -> bool:
+        """Lets the backward of a forward begin with its unit on the device; False if it cannot be seen coming."""
+        tensors = tensors_in(output)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._output_has_gradient, forward))
+        return bool(tensors)
+
+    # Backward
+
+    def _output_has_gradient(self, forward: _Forward, gradient: torch.Tensor) -> None:
+        refuse_gradients_of_gradients()
+        unit = forward.unit
+        if forward.steps != self._steps:
+            raise RuntimeError(
+                f"found a backward through a forward of {type(unit.modules[0]).__name__} from before its parameters "
+                "were changed (by an optimizer's step or load_state_dict): the values that it has computed with are "
+                "gone. Call backward before the step, or compute the forward again after it"
+            )
+        if not forward.is_in_backward:
+            forward.is_in_backward = True
+            self._in_backward[unit] += 1
+        unit.use()
+        if unit is not self._rest:
+            self._fetch_next(unit, self._before)
+        elif self._last is not None:
+            self._last.fetch()
+
+    def _input_has_gradient(self, forward: _Forward, gradient: torch.Tensor) -> None:
+        forward.inputs -= 1
+        if forward.inputs == 0:
+            self._in_backward[forward.unit] -= 1
+            self._release_done(forward.unit)
+
+    def _release_done(self, unit: StreamedUnit) -> None:
+        """Takes a unit off the device in the backward, if nothing that is still to be computed can need it."""
+        # Gradients of inputs alone do not tell: those of parameters may be computed after them, from other parameters.
+        # A unit with inputs or parameters that get no gradient in this backward stays until its end.
+        if unit is not self._rest and self._in_backward[unit] <= 0 and not self._awaited.get(unit):
+            unit.release()
+
+
+def _is_in_autograd() -> bool:
+    """Whether autograd is computing gradients: a forward is then one of activations that are computed again."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,167 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""One unit of a model whose parameters are in host memory, and on the device while the unit computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a module where a parameter of a unit is found.
+
+    Attributes:
+        module: that has it as its own.
+        name: of the parameter in the module.
+        index: of the parameter among those of the unit; tied ones have several slots.
+    """
+
+    module: nn.Module
+    name: str
+    index: int
+
+
+def slots_of(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[Slot]:
+    """All places in some modules, and in those inside, where some parameters are found."""
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    parts = {id(part): part for module in modules for part in module.modules()}
+    return [
+        Slot(part, name, indices[id(parameter)])
+        for part in parts.values()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and id(parameter) in indices
+    ]
+
+
+class StreamedUnit:
+    """The parameters of a unit: one piece of host memory, and as much memory of the device from time to time.
+
+    The tensors of the device stay the same objects for the whole run, as those that autograd saves for the backward
+    refer to them. Only their memory comes and goes.
+
+    It belongs to the stream that is current when it is fetched, the computing one: what that stream does with the
+    memory after `release` comes after all that it has done with it before. The copy from the host runs on a stream of
+    its own, waits for the computing one to have the memory, and is waited for before the unit computes.
+
+    Args:
+        modules: that compute with the parameters.
+        masters: the parameters in host memory, as the optimizer has them.
+        source: what is copied to the device, bytes of host memory, 1-D.
+        tensors: of each parameter, its offset in the source in bytes, and its dtype there.
+        device: where the unit computes.
+        copies: the stream of copies from the host.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        masters: Sequence[nn.Parameter],
+        source: torch.Tensor,
+        tensors: Sequence[tuple[int, torch.dtype]],
+        device: torch.device,
+        copies: torch.Stream,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.masters = list(masters)
+        self._source = source
+        self._streams = torch.get_device_module(device)
+        self._copies = copies
+        self._bytes = torch.empty(source.numel(), dtype=torch.uint8, device=device)
+        self._memory = self._bytes.untyped_storage()
+        #: What the unit computes with, in the order of the masters.
+        self.leaves = [self._leaf(master, *place) for master, place in zip(masters, tensors, strict=True)]
+        self._trains = [master.requires_grad for master in masters]
+        self._memory.resize_(0)
+        self._slots = slots_of(modules, masters)
+        self._arrival: torch.Event | None = None  # of the copy that was queued last
+        self._home: torch.Stream | None = None  # the stream that the memory belongs to
+        self._versions: list[int] | None = None  # of the leaves when the unit began to compute
+
+    def _leaf(self, master: nn.Parameter, offset: int, dtype: torch.dtype) -> nn.Parameter:
+        # By set_, not as views of one tensor: these would count changes together, and each copy would be one.
+        own = torch.empty(0, dtype=dtype, device=self._bytes.device)
+        own.set_(
+            self._memory, offset // dtype.itemsize, master.shape, torch.empty(master.shape, device="meta").stride()
+        )
+        return nn.Parameter(own, requires_grad=master.requires_grad)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the parameters are on the device, or on their way."""
+        return self._arrival is not None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether its modules have the tensors of the device as their parameters."""
+        return self._versions is not None
+
+    def fetch(self) -> None:
+        """Queues the copy to the device, if it is not there or on its way."""
+        if self._arrival is not None:
+            return
+        self._home = self._streams.current_stream()
+        self._memory.resize_(self._bytes.numel())
+        # The memory may be what the computing stream has used for something else until now.
+        self._copies.wait_stream(self._home)
+        with self._streams.stream(self._copies):
+            self._bytes.copy_(self._source, non_blocking=True)
+            self._arrival = self._copies.record_event()
+
+    def use(self) -> None:
+        """Gives the modules the parameters on the device; what the current stream does from now on waits for them."""
+        self.fetch()
+        current = self._streams.current_stream()
+        current.wait_event(self._arrival)
+        if current != self._home:
+            self._bytes.record_stream(current)
+        if not self.is_in_use:
+            self._follow_freezing()
+            for slot in self._slots:
+                slot.module._parameters[slot.name] = self.leaves[slot.index]
+            self._versions = [leaf._version for leaf in self.leaves]
+
+    def _follow_freezing(self) -> None:
+        """Freezes what the script has frozen since, and lets it go again."""
+        for leaf, master, trains in zip(self.leaves, self.masters, self._trains, strict=True):
+            if master.requires_grad and not trains:
+                raise RuntimeError(
+                    "found parameters unfrozen that were frozen when the model was prepared, so their gradients have "
+                    "no place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible "
+                    "later, too"
+                )
+            if leaf.requires_grad != master.requires_grad:
+                leaf.requires_grad_(master.requires_grad)
+
+    def put_aside(self) -> None:
+        """Gives the modules the parameters in host memory again; those on the device stay there.
+
+        Raises:
+            RuntimeError: the unit has changed those on the device, which no other rank sees.
+        """
+        if not self.is_in_use:
+            return
+        changed = [leaf._version for leaf in self.leaves] != self._versions
+        self._versions = None
+        for slot in self._slots:
+            slot.module._parameters[slot.name] = self.masters[slot.index]
+        if changed:
+            raise RuntimeError(
+                f"found parameters of {type(self.modules[0]).__name__} that its forward has changed in place. The "
+                "forward has a copy on the device, which is dropped after it: change parameters between steps with "
+                "load_state_dict, or use strategy ddp"
+            )
+
+    def release(self) -> None:
+        """Gives the memory of the device back, and the modules the parameters in host memory."""
+        try:
+            self.put_aside()
+        finally:
+            if self._arrival is not None:
+                # A unit that was fetched and not used: its copy must not write to what the memory is used for next.
+                self._streams.current_stream().wait_event(self._arrival)
+                self._arrival = None
+                self._memory.resize_(0)

@@ -1,0 +1,238 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Models whose units are hard to stream: what they share, reuse, leave out, recompute and change in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+WIDTH = 16
+WORDS = 13
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """An embedding, blocks in a list and a head; what is special is in the subclasses."""
+
+    block: type[nn.Module] = Block
+    depth = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(self.depth))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens)) * self.scale
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class Adapted(Block):
+    """Its weights are frozen, but for a small addition (LoRA), whose gradients come before the unit is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.a, self.b = nn.Linear(3 * WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.gelu(self.up(self.norm(x)))
+        return x + self.down(h) + self.b(self.a(h))
+
+
+class LowRank(Plain):
+    block = Adapted
+
+
+class FrozenBelow(Plain):
+    """Nothing before the last block is trained, so that no gradient goes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.embed, self.blocks[0], self.blocks[1]):
+            part.requires_grad_(False)
+
+
+class FrozenBetween(Plain):
+    """A frozen block between trained ones, through which gradients go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
+class Recomputed(Plain):
+    reentrant = False
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class PartRecomputed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(checkpoint(self._middle, x, use_reentrant=False))
+
+    def _middle(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.up(self.norm(x)))
+
+
+class RecomputedInside(Plain):
+    block = PartRecomputed
+
+
+class Repeated(Plain):
+    """The same block twice in a forward."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[0], self.blocks[1]):
+            x = block(x)
+        return x
+
+
+class Partner(Block):
+    """A block that also looks at what another part of the model has computed, in a list."""
+
+    def forward(self, x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        others.append(x)
+        return super().forward(x + sum(others))
+
+
+class LookingBack(Plain):
+    """All blocks use the output of the embedding, and add to a list that the model has."""
+
+    block = Partner
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        seen = [x]
+        for block in self.blocks:
+            x = block(x, seen)
+        assert len(seen) == self.depth + 1
+        return x
+
+
+class ChangesInput(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(self.down(F.gelu(self.up(self.norm(x * 1.0)))))  # a copy, as backwards need what was normalised
+        return x
+
+
+class InPlace(Plain):
+    block = ChangesInput
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * 1.0
+        for block in self.blocks:
+            block(x)
+        return x
+
+
+@dataclass
+class Result:
+    value: torch.Tensor
+    other: dict[str, torch.Tensor]
+
+
+class Wrapped(Block):
+    def forward(self, x: torch.Tensor) -> Result:
+        return Result(super().forward(x), {"norm": self.norm(x)})
+
+
+class Objects(Plain):
+    """Blocks that return objects of the script, with two tensors each."""
+
+    block = Wrapped
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            result = block(x)
+            x = result.value + 0.1 * result.other["norm"]
+        return x
+
+
+class WithUnused(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # A branch of parameters alone, whose gradients nothing orders before those of the input.
+        gate = torch.sigmoid(self.first * self.second).tanh()
+        return super().forward(x) * gate + F.linear(x, self.up.weight.detach())[..., :WIDTH]
+
+
+class Unused(Plain):
+    """Parameters that get no gradient, a branch beside the input, and a weight that is used without a gradient."""
+
+    block = WithUnused
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each
+    for each in (
+        Plain,
+        Tied,
+        LowRank,
+        FrozenBelow,
+        FrozenBetween,
+        Recomputed,
+        RecomputedReentrant,
+        RecomputedInside,
+        Repeated,
+        LookingBack,
+        InPlace,
+        Objects,
+        Unused,
+    )
+}
+
+
+def batch(step: int, samples: int = 12) -> torch.Tensor:
+    return torch.randint(0, WORDS, (samples, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def paired_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Two forwards before one backward."""
+    return loss_of(model, tokens) + 0.5 * loss_of(model, tokens.flip(1))

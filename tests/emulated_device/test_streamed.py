@@ -1,0 +1,80 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Parameters streamed from the memory of the node: the training of one process, and no race, however slow what is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.timeout(300),  # the first test builds the device
+]
+
+SLOW = {
+    "copies": (("copy_delay", 0.004), ("to_device", 1e8), ("to_host", 1e8)),
+    "compute": (("compute_delay", 0.0005),),
+}
+MODELS = (
+    "Plain",
+    "Tied",
+    "LowRank",
+    "FrozenBelow",
+    "FrozenBetween",
+    "Recomputed",
+    "RecomputedReentrant",
+    "RecomputedInside",
+    "Repeated",
+    "LookingBack",
+    "InPlace",
+    "Objects",
+    "Unused",
+)
+
+
+def check(on_device: Callable[..., list], tolerance: float = 1e-12, **options: Any) -> list[dict[str, Any]]:
+    ranks = sum(options.get("nodes", (2,)))
+    results = on_device("streamed_calls", "train", options, ranks=ranks, timeout=100)
+    for found in results:
+        assert found["races"] == []
+        assert found["error"] < tolerance
+        assert found["counts"]["items"] == 0
+    return results
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_train_as_in_one_process(on_device: Callable[..., list], model: str) -> None:
+    check(on_device, model=model, delays=SLOW["copies"])
+
+
+@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("nodes", [(1,), (1, 1), (2,), (1, 2)], ids=str)
+def test_nodes_train_as_one_process(on_device: Callable[..., list], nodes: tuple[int, ...], slow: str) -> None:
+    check(on_device, nodes=nodes, delays=SLOW[slow])
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulation": 3}, {"pairs": True}, {"ahead": 2}, {"dtype": "float32"}], ids=str
+)
+@pytest.mark.parametrize("slow", SLOW)
+def test_ways_to_train(on_device: Callable[..., list], options: dict[str, Any], slow: str) -> None:
+    check(on_device, 1e-12 if options.get("dtype") is None else 5e-6, delays=SLOW[slow], **options)
+
+
+@pytest.mark.parametrize("model", ["Plain", "LookingBack"])
+def test_bf16_has_the_bits_of_parameters_on_the_device(on_device: Callable[..., list], model: str) -> None:
+    case = {"model": model, "dtype": "float32", "precision": "bf16", "nodes": (2,), "delays": SLOW["copies"]}
+    results = on_device("streamed_calls", "equals_resident", case, ranks=2, timeout=100)
+    assert results == [True, True]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_bytes_of_a_step(on_device: Callable[..., list], precision: str) -> None:
+    (found, _) = check(on_device, 1.0, nodes=(1, 1), dtype="float32", precision=precision)
+    steps, counts = 3, found["counts"]
+    # Forward and backward; the rest of the model stays. Batches are small beside it.
+    assert counts["to_device_bytes"] <= steps * (2 * found["bytes"] + 4096)
+    assert counts["pageable_copies"] <= 2 * steps  # the batches
