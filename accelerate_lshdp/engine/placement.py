@@ -260,7 +260,9 @@ class Placement:
             context,
             self.topology,
             self._node_group_on_host(),
-            self._reductions.on_host,
+            # Groups of its own, also of all ranks: the node's thread reduces whenever gradients are there, and nothing
+            # orders that with the collectives of the world that the training loop calls meanwhile.
+            functools.partial(self._reductions.on_host, user="streamed"),
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
             timeout_seconds=world_timeout().total_seconds(),
@@ -273,6 +275,7 @@ class Placement:
 
     def _node_group_on_host(self) -> dist.ProcessGroup:
         """The ranks of this node (collective: all ranks make the groups of all nodes)."""
+        _require_world()
         groups = [self.groups.on_host(ranks) for ranks in self.topology.node_groups]
         return groups[self.topology.node]
 
@@ -340,9 +343,7 @@ class Placement:
 
     def _kind(self, policies: ShardingPolicies, reduction: GradientReduction | None) -> UnitKind:
         """How FSDP2 keeps units with these policies, and what sums their shards between nodes (collective)."""
-        # FSDP2 wants a process group, also of one process that was not launched.
-        if not dist.is_initialized():
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        _require_world()
         group = self.groups.of_partition(policies.shard_groups, self.topology.rank)
         all_gather, reduce_scatter, stages = self._unit_collectives(policies)
         return UnitKind(
@@ -380,6 +381,12 @@ class Placement:
         stages = Stages(self.groups.of_partition(nodes, rank), self.groups.of_partition(places, rank))
         gather = TwoStageAllGather(stages, self.clock)
         return gather, TwoStageReduceScatter(stages, self.clock, **wire), stages
+
+
+def _require_world() -> None:
+    """Makes a process group of one process that was not launched, as FSDP2 and memory of a node want one."""
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _keep_alike(first: ShardingPolicies, second: ShardingPolicies) -> bool:

@@ -170,3 +170,10 @@ def equals_resident(case: Case, resident: Case) -> bool:
     other = run(resident, make_model(resident))
     device.configure()
     return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def shares_groups_with_the_world() -> bool:
+    """Whether any sum between nodes goes over the group of all ranks, which the training loop uses meanwhile."""
+    device.join_device_world()
+    _, prepared = place(Case(nodes=(1, 1)), make_model(Case()))
+    return any(reduction.group is dist.group.WORLD for reduction in prepared.reductions)

@@ -82,3 +82,7 @@ def test_bytes_of_a_step(on_device: Callable[..., list], precision: str) -> None
     # Forward and backward; the rest of the model stays. Batches are small beside it.
     assert counts["to_device_bytes"] <= steps * (2 * found["bytes"] + 4096)
     assert counts["pageable_copies"] <= 2 * steps  # the batches
+
+
+def test_the_thread_of_a_node_has_groups_of_its_own(on_device: Callable[..., list]) -> None:
+    assert on_device("streamed_training", "shares_groups_with_the_world", ranks=2) == [False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="found no CUDA device"),
 ]
-ON_A_GPU = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+PATHS = os.pathsep.join(filter(None, [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH")]))
+ON_A_GPU = {"ACCELERATE_USE_CPU": None, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": PATHS}
 
 
 def on_gpu(task: str, setting: Setting) -> list[list[str]]:
