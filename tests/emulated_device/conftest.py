@@ -16,7 +16,7 @@ from workers import WorkerPools
 
 @pytest.fixture(scope="session")
 def on_device() -> Iterator[Callable[..., list[Any]]]:
-    """``on_device(MODULE, FUNCTION, *arguments, ranks=1)``: what the function returns, on each of the ranks."""
+    """``on_device(MODULE, FUNCTION, *arguments, ranks=1, nodes=None)``: what the function returns, on each of the ranks."""
     from device_build import missing_tools  # it imports torch, which most tests of one process do without
 
     reason = missing_tools()
@@ -29,8 +29,15 @@ def on_device() -> Iterator[Callable[..., list[Any]]]:
     assert built.returncode == 0, built.stdout[-6000:] + built.stderr[-6000:]
     pools = WorkerPools()  # not those of other tests, which must not have the device
 
-    def run(module: str, name: str, *arguments: Any, ranks: int = 1, timeout: float = 60.0) -> list[Any]:
-        return pools(ranks).run(call, module, name, arguments, timeout=timeout)
+    def run(
+        module: str,
+        name: str,
+        *arguments: Any,
+        ranks: int = 1,
+        nodes: tuple[int, ...] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        return pools(ranks).run(call, module, name, arguments, nodes=nodes, timeout=timeout)
 
     yield run
     pools.close()
