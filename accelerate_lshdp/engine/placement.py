@@ -276,6 +276,8 @@ class Placement:
     def _node_group_on_host(self) -> dist.ProcessGroup:
         """The ranks of this node (collective: all ranks make the groups of all nodes)."""
         _require_world()
+        if self.topology.world_size == 1:  # a rank that trains for itself asks nobody, as in a profile
+            return dist.group.WORLD
         groups = [self.groups.on_host(ranks) for ranks in self.topology.node_groups]
         return groups[self.topology.node]
 

@@ -36,7 +36,7 @@ class RecordingReduction(GradientReduction):
     Args:
         group: the ranks that would share the gradients.
         communication: the format in which gradients would travel.
-        clock: seconds, monotonic, on CPUs; devices with streams record events instead.
+        clock: seconds, monotonic, of buckets in host memory; those on devices with streams record events instead.
 
     Attributes:
         bucket_bytes: bytes on the wire of each bucket since `begin`.
@@ -52,36 +52,40 @@ class RecordingReduction(GradientReduction):
         super().__init__(group)
         self._communication = communication
         self._clock = clock
-        self._began: float | torch.Event = 0.0
+        self._began = 0.0
+        self._began_on_device: torch.Event | None = None
         self._start_times: list[float | torch.Event] = []
         self.bucket_bytes: list[int] = []
         self.sender: GradientReduction | None = None
 
     def begin(self, device: torch.device) -> None:
-        """Begins a recording: a forward starts now on `device`."""
-        self._began = self._now(device)
+        """Begins a recording: a forward starts now on `device`, which has nothing else to do."""
+        # Both: gradients of parameters that are streamed are in host memory when they travel.
+        self._began = float(self._clock())
+        self._began_on_device = None if device.type == "cpu" else _event(device)
         self._start_times.clear()
         self.bucket_bytes.clear()
 
     def start(self, buffer: torch.Tensor, index: int, shapes: Sequence[torch.Size]) -> PendingReduction:
-        self._start_times.append(self._now(buffer.device))
+        on_host = buffer.device.type == "cpu"
+        self._start_times.append(float(self._clock()) if on_host else _event(buffer.device))
         self.bucket_bytes.append(wire_bytes(self._communication, buffer, shapes))
         return _CompletedReduction() if self.sender is None else self.sender.start(buffer, index, shapes)
 
     def seconds(self) -> list[float]:
         """Seconds from `begin` to the start of each bucket; the device must be synchronised before."""
-        if isinstance(self._began, float):
-            return [start_time - self._began for start_time in self._start_times]
-        # Events count milliseconds.
-        return [self._began.elapsed_time(start_time) / 1000 for start_time in self._start_times]
+        return [
+            # Events count milliseconds.
+            start - self._began if isinstance(start, float) else self._began_on_device.elapsed_time(start) / 1000
+            for start in self._start_times
+        ]
 
-    def _now(self, device: torch.device) -> float | torch.Event:
-        if device.type == "cpu":
-            return float(self._clock())
-        # The host runs ahead of a device with streams: an event in its queue has the time that counts.
-        event = torch.get_device_module(device).Event(enable_timing=True)
-        event.record()
-        return event
+
+def _event(device: torch.device) -> torch.Event:
+    # The host runs ahead of a device with streams: an event in its queue has the time that counts.
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class ReadyFractions:

@@ -22,7 +22,7 @@ from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.fused_steps import fuse_steps
 from accelerate_lshdp.engine.layout_groups import LayoutGroups
 from accelerate_lshdp.engine.placement import Placement
-from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.policies import Mechanism, resolve_policies
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.profiling.subject import Subject, copy_container
 from accelerate_lshdp.runtime.topology import Topology
@@ -74,15 +74,14 @@ class SingleRankTrainer:
             mixed_precision=accelerator.mixed_precision,
             reshard_after_forward=reshard,
             pin_memory=options.pin_memory,
-            # What FSDP2 itself takes is part of the world-sharded strategies' time. On devices the memory of a node
-            # would need all of its ranks, who measure one by one.
-            intra_node=(
-                "collectives" if strategy.is_world_sharded or self.device.type != "cpu" else options.intra_node
-            ),
+            # What FSDP2 itself takes is part of the world-sharded strategies' time.
+            intra_node="collectives" if strategy.is_world_sharded else options.intra_node,
         )
+        # Memory that is streamed is made by each rank alone, when it gets there.
+        alone = self.policies.mechanism is Mechanism.STREAMED
         self._placement = Placement(
             self.policies,
-            Topology(accelerator.process_index, (1,) * accelerator.num_processes),
+            Topology(0, (1,)) if alone else Topology(accelerator.process_index, (1,) * accelerator.num_processes),
             device=self.device,
             clock=self.clock,
             communication=options.communication,
@@ -114,7 +113,7 @@ class SingleRankTrainer:
         replaced = {id(parameter): after[name] for name, parameter in before.items() if name in after}
         for group in subject.optimizer.param_groups:
             group["params"] = [replaced.get(id(parameter), parameter) for parameter in group["params"]]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or self.policies.mechanism is Mechanism.STREAMED:
             fuse_steps(subject.optimizer, self.policies.is_sharded)  # as a run does
 
     def to_device(self, batch: Any) -> Any:
@@ -162,6 +161,7 @@ class SingleRankTrainer:
             self._subject.optimizer.step()
         finally:
             groups.restore()
+        self._prepared.after_step()
 
     def drop_gradients(self) -> None:
         """Drops all gradients, as ``optimizer.zero_grad()`` does."""

@@ -7,9 +7,16 @@ import os
 from typing import Any
 
 import exactness
+import test_resume
+import torch
 import torch_device as device
 from accelerate import PartialState
-from exactness import Setting
+from exactness import Setting, prepared
+from torch.utils.data import DataLoader
+from training_cases import CASES, collate
+
+from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
 
 
 def on_emulated_device() -> None:
@@ -31,3 +38,55 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     races = device.races()
     device.configure()
     return {"errors": errors, "races": races}
+
+
+def trained_in_parts(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters and losses of a run of `test_resume`."""
+    on_emulated_device()
+    parameters, losses, _ = test_resume.train(test_resume.Run(**options))
+    return {name: parameter.cpu() for name, parameter in parameters.items()}, losses
+
+
+def profiled() -> list[float]:
+    """The seconds of a micro-batch of each rank, as a profile on the device measures them."""
+    on_emulated_device()
+    case = CASES["vit"]
+    model = case.model(2)
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes((2, 2), strategy="lsdp"))
+    loader = DataLoader(case.dataset(32, torch.float32), batch_size=2, collate_fn=collate)
+    subject = Subject(
+        model, loader, torch.optim.AdamW(model.parameters()), lambda model, batch: case.loss(model, batch)
+    )
+    options = ProfilingOptions(seconds=4, total_batch_size=8, max_batch=4, strategy=accelerator.strategy)
+    profile = profile_ranks(subject, options, accelerator)
+    return [rank.time.seconds[0] for rank in profile.ranks]
+
+
+def evaluated() -> dict[str, Any]:
+    """What evaluations between steps, a copy of the weights, and a freed model give."""
+    on_emulated_device()
+    case = CASES["vit"]
+    dataset = case.dataset(24, torch.float64)
+    model = case.model(2).double()
+    accelerator, model, optimizer, loader = prepared(Plan.from_batch_sizes((2, 2), strategy="lsdp"), model, dataset)
+    batch = collate([dataset[index] for index in range(4)])
+    on_device = {name: tensor.to("emulated") for name, tensor in batch.items()}
+    differences = []
+    for own in loader:
+        accelerator.backward(case.loss(model, own))
+        optimizer.step()
+        optimizer.zero_grad()
+        copy = case.model(2).double()
+        copy.load_state_dict(accelerator.get_state_dict(model))
+        model.eval()
+        with torch.no_grad():
+            found = model(on_device["pixel_values"]).logits.cpu()
+        differences.append((found - copy.eval()(batch["pixel_values"]).logits).abs().max().item())
+        model.train()
+    accelerator.wait_for_everyone()
+    weights = accelerator.get_state_dict(model)
+    accelerator.session.engine.close()
+    alone = model.eval().to("cpu")(batch["pixel_values"]).logits
+    copy.load_state_dict(weights)
+    closed = (alone - copy(batch["pixel_values"]).logits).abs().max().item()
+    return {"differences": differences, "closed": closed, "races": device.races()}

@@ -16,7 +16,7 @@ from workers import WorkerPools
 
 @pytest.fixture(scope="session")
 def on_device() -> Iterator[Callable[..., list[Any]]]:
-    """``on_device(MODULE, FUNCTION, *arguments, ranks=1, nodes=None)``: what the function returns, on each of the ranks."""
+    """``on_device(MODULE, FUNCTION, *arguments, ranks=1, nodes=None)``: what the function returns on each rank."""
     from device_build import missing_tools  # it imports torch, which most tests of one process do without
 
     reason = missing_tools()

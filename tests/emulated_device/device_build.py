@@ -19,8 +19,8 @@ from torch.utils import cpp_extension
 
 FOLDER = Path(__file__).resolve().parent
 SOURCES = ["operators.cpp", "module.cpp"]
-# Hardly optimised: the kernels are torch's own, and compiling takes longer than all tests. With NDEBUG, as torch is built
-# with it: some of its classes have a member more without.
+# Hardly optimised: the kernels are torch's own, and compiling takes longer than all tests. With NDEBUG, as torch is
+# built with it: some of its classes have a member more without.
 FLAGS = ["-O1", "-g0", "-w", "-DNDEBUG"]
 
 

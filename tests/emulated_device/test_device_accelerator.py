@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 from exactness import Setting, check
@@ -36,3 +38,34 @@ def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], s
     )
     check([each["errors"] for each in found], setting.dtype)
     assert [each["races"] for each in found] == [[]] * setting.world_size
+
+
+@pytest.mark.parametrize("nodes", [(2,), (1, 1)], ids=str)
+def test_a_run_goes_on_with_the_same_bits(
+    on_device: Callable[..., list], tmp_path: Path, nodes: tuple[int, ...]
+) -> None:
+    folders = [tmp_path / f"node{index}" for index in range(len(nodes))]
+    for folder in folders:
+        folder.mkdir()
+    run = {"strategy": "lsdp", "sizes": (5, 3), "nodes": nodes, "folders": tuple(map(str, folders)), "dropout": True}
+
+    def train(**options: Any) -> list:
+        return on_device("accelerator_training", "trained_in_parts", {**run, **options}, ranks=2, nodes=nodes)
+
+    straight, _ = train(stop=9), train(stop=5, save_at=4)
+    for (expected, losses), (found, rest) in zip(straight, train(stop=9, resume=True), strict=True):
+        assert rest == losses[-len(rest) :]
+        assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_a_profile_measures_every_rank(on_device: Callable[..., list]) -> None:
+    measured = on_device("accelerator_training", "profiled", ranks=2, timeout=100)
+    assert measured[0] == measured[1]
+    assert len(measured[0]) == 2 and min(measured[0]) > 0
+
+
+def test_evaluations_and_closing_have_the_weights_of_the_last_step(on_device: Callable[..., list]) -> None:
+    for found in on_device("accelerator_training", "evaluated", ranks=2):
+        assert max(found["differences"]) < 1e-12
+        assert found["closed"] < 1e-12
+        assert found["races"] == []

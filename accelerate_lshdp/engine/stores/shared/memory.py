@@ -101,6 +101,8 @@ class NodeMemory:
         Raises:
             NodeMemoryError: on all ranks, if the ranks of any node cannot reach each other or there is no memory.
         """
+        if topology.world_size == 1:  # it asks nobody, also where other processes are about something else
+            return cls(*_join_alone(count), {}, 0)
         made = listener = error = None
         try:
             listener = _listener(topology.world_size)
@@ -231,6 +233,31 @@ def _listener(ranks: int) -> socket.socket:
     return listener
 
 
+def _make(count: int) -> int:
+    """Makes memory without a name, of zeros; returns its descriptor.
+
+    Raises:
+        OSError: there is not as much.
+    """
+    descriptor = os.memfd_create("lshdp", os.MFD_CLOEXEC)
+    try:
+        # Taken now: a machine without memory says so here, and not by a signal in the middle of training.
+        os.posix_fallocate(descriptor, 0, max(count, 1))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _join_alone(count: int) -> tuple[mmap.mmap, int]:
+    """Makes and maps the memory of a node that has one rank, in a world of one."""
+    try:
+        descriptor = _make(count)
+        return mmap.mmap(descriptor, max(count, 1)), descriptor
+    except (OSError, ValueError) as error:
+        raise NodeMemoryError(f"{type(error).__name__}: {error}") from error
+
+
 def _join(topology: Topology, count: int, listener: socket.socket, addresses: list[bytes]) -> NodeMemory:
     """Connects the ranks of this node with each other; the first one makes the memory and hands it to the others."""
     local_rank = topology.local_rank
@@ -240,9 +267,7 @@ def _join(topology: Topology, count: int, listener: socket.socket, addresses: li
     descriptor = -1
     try:
         if local_rank == 0:
-            descriptor = os.memfd_create("lshdp", os.MFD_CLOEXEC)
-            # Taken now: a machine without memory says so here, and not by a signal in the middle of training.
-            os.posix_fallocate(descriptor, 0, max(count, 1))
+            descriptor = _make(count)
         # Each rank connects to those before it and accepts those after it, so each pair has one connection. A connect
         # succeeds before the other side accepts: all listen by now, as they have exchanged their addresses.
         for other in range(local_rank):

@@ -123,9 +123,10 @@ class SharedStore(Store):
             if topology.local_rank == 0:
                 for parameter, view in zip(everything, views, strict=True):
                     view.copy_(parameter)
-        source = self._take_memory(memory, views)
+        source = self._take_memory(memory, views, topology)
         # The first rank has filled the memory before others compute with it; until then it holds zeros.
-        dist.barrier()
+        if topology.world_size > 1:
+            dist.barrier()
         # `.data` instead of new parameters: the script's optimizer and tied modules hold these objects.
         for parameter, view in zip(everything, views, strict=True):
             parameter.data = view
@@ -159,7 +160,7 @@ class SharedStore(Store):
         """Reserves places for what else the ranks of the node share."""
         return
 
-    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor]) -> GradientSource:
+    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor], topology: Topology) -> GradientSource:
         """Prepares the memory (collective); where it is made, ``masters`` have the values of the parameters.
 
         Returns:

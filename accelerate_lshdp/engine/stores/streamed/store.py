@@ -106,9 +106,10 @@ class StreamedStore(SharedStore):
         casts = self._compute_dtype is not None and parameter.dtype.is_floating_point
         return self._compute_dtype if casts else parameter.dtype
 
-    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor]) -> GradientSource:
+    def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor], topology: Topology) -> GradientSource:
         self._bytes = memory.whole()
-        self.context.attachments.at_removal(_register_on_all_ranks(self._bytes, self._device))
+        register = register_with_device if topology.world_size == 1 else _register_on_all_ranks
+        self.context.attachments.at_removal(register(self._bytes, self._device))
         self._casts = {}
         if self._are_cast:
             self._casts = {
