@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -62,6 +63,14 @@ def profiled() -> list[float]:
     return [rank.time.seconds[0] for rank in profile.ranks]
 
 
+def copy_module(model: torch.nn.Module) -> torch.nn.Module:
+    """A deep copy in host memory, where that of a model before ``prepare`` would be."""
+    copied = copy.deepcopy(model)
+    found = [name for part in copied.modules() for name, value in vars(part).items() if "_hooks" in name and value]
+    assert found == []
+    return copied.to("cpu")
+
+
 def evaluated() -> dict[str, Any]:
     """What evaluations between steps, a copy of the weights, and a freed model give."""
     on_emulated_device()
@@ -76,17 +85,17 @@ def evaluated() -> dict[str, Any]:
         accelerator.backward(case.loss(model, own))
         optimizer.step()
         optimizer.zero_grad()
-        copy = case.model(2).double()
-        copy.load_state_dict(accelerator.get_state_dict(model))
+        copied = copy_module(model)
         model.eval()
         with torch.no_grad():
             found = model(on_device["pixel_values"]).logits.cpu()
-        differences.append((found - copy.eval()(batch["pixel_values"]).logits).abs().max().item())
+        differences.append((found - copied.eval()(batch["pixel_values"]).logits).abs().max().item())
         model.train()
     accelerator.wait_for_everyone()
     weights = accelerator.get_state_dict(model)
     accelerator.session.engine.close()
     alone = model.eval().to("cpu")(batch["pixel_values"]).logits
-    copy.load_state_dict(weights)
-    closed = (alone - copy(batch["pixel_values"]).logits).abs().max().item()
+    expected = case.model(2).double().eval()
+    expected.load_state_dict(weights)
+    closed = (alone - expected(batch["pixel_values"]).logits).abs().max().item()
     return {"differences": differences, "closed": closed, "races": device.races()}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_gradients_of_gradients
@@ -86,14 +87,23 @@ class Streaming:
         self._in_backward: Counter[StreamedUnit] = Counter()  # forwards of each unit whose backward is under way
         self._awaited: dict[StreamedUnit, set[int]] = {}  # leaves whose gradient is to come in this backward
         for unit in self._units:
-            begins, ends = functools.partial(self._forward_begins, unit), functools.partial(self._forward_ends, unit)
             for module in unit.modules:
-                # The first hook, as others may look at the parameters; the last one after the forward for the same
-                # reason.
-                attachments.add(
-                    module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
-                    module.register_forward_hook(ends, always_call=True),
-                )
+                attachments.add(*self._register_hooks(unit, module))
+
+    def _register_hooks(self, unit: StreamedUnit, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        # Functions, not partial objects: copies of the module leave out hooks of this package, which they know by the
+        # name of the hook's module.
+        def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._forward_begins(unit, module, args, kwargs)
+
+        def ends(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return self._forward_ends(unit, module, output)
+
+        # The first hook before the forward and the last one after it, as others may look at the parameters.
+        return (
+            module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True),
+            module.register_forward_hook(ends, always_call=True),
+        )
 
     # What the store says
 
@@ -170,7 +180,7 @@ class Streaming:
             own.register_hook(functools.partial(self._input_has_gradient, forward))
         return own
 
-    def _forward_ends(self, unit: StreamedUnit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _forward_ends(self, unit: StreamedUnit, module: nn.Module, output: Any) -> Any:
         # Called after a forward that failed, too, maybe in a hook before ours.
         forwards = self._forwards.get(module)
         if not forwards:
