@@ -19,7 +19,7 @@ from training_cases import CASES, collate, make_optimizer, tiny_gpt2, tiny_vit
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan, Strategy
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.clipping import clip_grad_norm
-from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.policies import Mechanism, resolve_policies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
 from accelerate_lshdp.engine.stores.whole import WholeStore
@@ -121,10 +121,21 @@ def test_policies_of_two_nodes_with_two_gpus(strategy, offloaded, resharded, sha
 
 
 def test_uneven_nodes_get_one_rank_a_shard_group_and_are_told():
-    policies = resolve_policies(Strategy.LSDP, Topology(0, (1, 2)), device_type="cuda")
+    uneven = {"topology": Topology(0, (1, 2)), "device_type": "cuda"}
+    policies = resolve_policies(Strategy.LSDP, **uneven, intra_node="collectives")
     assert policies.shard_groups == ((0,), (1,), (2,)) and policies.replica_groups == ((0, 1), (0, 2))
     assert "one full copy of the parameters for each rank" in policies.notice
-    assert resolve_policies(Strategy.FSDP, Topology(0, (1, 2)), device_type="cuda").notice is None
+    assert resolve_policies(Strategy.FSDP, **uneven).notice is None
+
+
+def test_gpus_are_fed_from_one_copy_a_node_whatever_their_number():
+    uneven = {"topology": Topology(0, (1, 2)), "device_type": "cuda"}
+    policies = resolve_policies(Strategy.LSDP, **uneven)
+    assert policies.mechanism is Mechanism.STREAMED and policies.notice is None
+    assert policies.shard_groups == ((0,), (1, 2)) and policies.replica_groups == ((0, 1), (0, 2))
+    # What is to stay on the devices cannot be in memory that they share.
+    with pytest.raises(ValueError, match="the ranks train on cuda"):
+        resolve_policies(Strategy.GROUP_SHARDING, **uneven, intra_node="shared_memory")
 
 
 def test_zero1_says_that_it_is_carried_out_as_zero2():

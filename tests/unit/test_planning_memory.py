@@ -63,10 +63,22 @@ def test_what_is_gathered_beside_it() -> None:
 
 def test_where_it_is() -> None:
     lsdp = one("lsdp", COUNTS, (2, 2), activation_bytes=5000.0)
-    assert lsdp.host_bytes == lsdp.states
+    assert lsdp.communication == 4 * 900  # a bucket of this rank's own, here of all gradients
+    assert lsdp.host_bytes == lsdp.states + lsdp.communication
     assert lsdp.device_bytes == lsdp.gathered + lsdp.unreduced + 5000
     sharded = one("group_sharding", COUNTS, (2, 2), activation_bytes=5000.0)
-    assert (sharded.host_bytes, sharded.device_bytes) == (0, lsdp.total_bytes)
+    assert sharded.host_bytes == 0
+    assert sharded.device_bytes == sharded.states + sharded.gathered + sharded.unreduced + 5000
+    # Gradients wait in buckets to be copied, and here they are one.
+    assert lsdp.unreduced == sharded.unreduced + 4 * 900
+
+
+def test_nodes_have_one_copy_in_host_memory_whatever_their_ranks() -> None:
+    first, second = rank_memory("lsdp", COUNTS, (1, 2), state_bytes=STATE_BYTES["bf16"])
+    # Beside the parameters, a copy in bf16.
+    assert first.parameters == 2 * second.parameters == (4 + 2) * 1000
+    assert first.optimizer == 2 * second.optimizer == 8 * 900
+    assert first.gathered == second.gathered
 
 
 def test_formats_keep_errors_and_copies() -> None:

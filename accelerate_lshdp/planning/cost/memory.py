@@ -6,6 +6,10 @@ fp32 as 4 + 4 + 8, in ZeRO's mixed precision as 2 + 2 + 12. Where n ranks share 
 beside it the gathered parameters: two units and the root (one unit is computed, the next one gathered), and the
 gradient of one unit before it is reduced. Activations come on top.
 
+Where the copy of a node is in host memory and its ranks compute on devices, units are streamed from it: a copy in the
+precision of the forward lies beside the parameters, each rank has a bucket of its own there, and gradients wait on the
+device, bucket by bucket, until they are copied.
+
 Where ranks compute in host memory, more is counted, and compared with real processes by `benchmarks/memory.py`: the
 ranks of a node map one copy of what they share, and gather nothing inside it; gradients wait for the ranks of the node
 that add theirs first; the message of the last unit's gradients stays until the next one's; and the C library keeps
@@ -174,8 +178,10 @@ def rank_memory(
     if communication_dtype not in WIRE_FORMATS:
         raise ValueError(f"found format {communication_dtype!r}, expected one of {', '.join(WIRE_FORMATS)}")
     is_mapped = computes_on_hosts and traits.shared_by is SharedBy.NODE and not traits.is_plain
-    shares = nodes if is_mapped else group_sizes(traits, nodes)
+    is_streamed = traits.is_offloaded and traits.shared_by is SharedBy.NODE and not computes_on_hosts
+    shares = nodes if is_mapped or is_streamed else group_sizes(traits, nodes)
     whole = counts.parameters * each.parameter
+    cast = counts.parameters * each.gathered if is_streamed and each.gathered != each.parameter else 0.0
     memory = []
     for share, ranks in zip(shares, nodes, strict=True):
         gradients = counts.trainable * each.gradient / share
@@ -187,6 +193,9 @@ def rank_memory(
             communication = WIRE_FORMATS[communication_dtype].kept_bytes(compressed, len(nodes))
         if traits.shared_by is SharedBy.NOBODY and traits.is_plain:
             communication += gradients  # DDP's buckets beside .grad
+        if is_streamed:
+            of_all = counts.trainable * each.gradient
+            communication += min(of_all, default_bucket_bytes(math.ceil(of_all), len(nodes)))
         gathers = not (traits.shared_by is SharedBy.NOBODY or is_mapped)
         if not gathers:  # autocast makes a copy
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered
@@ -195,9 +204,12 @@ def rank_memory(
             gathered, unreduced = _of_units(
                 traits, counts, each, accumulates, gradients if computes_on_hosts else None
             )
+        if is_streamed:
+            # In fp32, as each bucket is until it has been copied.
+            unreduced += waiting_bytes(counts.trainable * each.gradient, len(nodes))
         memory.append(
             RankMemory(
-                parameters=whole / share,
+                parameters=(whole + cast) / share,
                 gradients=gradients,
                 optimizer=counts.trainable * each.optimizer / share,
                 gathered=gathered,
