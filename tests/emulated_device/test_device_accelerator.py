@@ -18,8 +18,8 @@ pytestmark = [
 ]
 
 SETTINGS = [
-    Setting("lsdp", (3, 1), (2,)),
     Setting("lsdp", (3, 1), (1, 1), model="gpt2", own_accumulation=2),
+    Setting("lsdp", (3, 1), (2,)),
     Setting("lsdp", ((3, 2), (1, 2)), (2,), clip_value=0.01),
     Setting("lsdp", (3, 1), (2,), frozen=("layers.0", "embeddings")),
     Setting("lsdp", (3, 1), (2,), model="gpt2", gradient_checkpointing=True, dtype="float32", steps=20),
@@ -31,7 +31,15 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def cells() -> list:
+    """All of them with `-m slow`, the first two by default."""
+    return [
+        pytest.param(setting, id=str(setting), marks=() if index < 2 else pytest.mark.slow)
+        for index, setting in enumerate(SETTINGS)
+    ]
+
+
+@pytest.mark.parametrize("setting", cells())
 def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], setting: Setting) -> None:
     found = on_device(
         "accelerator_training", "train", asdict(setting), ranks=setting.world_size, nodes=setting.nodes, timeout=100
@@ -40,7 +48,7 @@ def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], s
     assert [each["races"] for each in found] == [[]] * setting.world_size
 
 
-@pytest.mark.parametrize("nodes", [(2,), (1, 1)], ids=str)
+@pytest.mark.parametrize("nodes", [(2,), pytest.param((1, 1), marks=pytest.mark.slow)], ids=str)
 def test_a_run_goes_on_with_the_same_bits(
     on_device: Callable[..., list], tmp_path: Path, nodes: tuple[int, ...]
 ) -> None:

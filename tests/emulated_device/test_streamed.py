@@ -51,7 +51,7 @@ def test_models_train_as_in_one_process(on_device: Callable[..., list], model: s
 
 
 @pytest.mark.parametrize("slow", SLOW)
-@pytest.mark.parametrize("nodes", [(1,), (1, 1), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("nodes", [(1,), (1, 1), (2,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
 def test_nodes_train_as_one_process(on_device: Callable[..., list], nodes: tuple[int, ...], slow: str) -> None:
     check(on_device, nodes=nodes, delays=SLOW[slow])
 
