@@ -136,12 +136,12 @@ def own_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield parameter.grad.data  # does not count as a change by the script, which is refused
 
 
-def node_barrier(parameters: Iterable[torch.Tensor]) -> None:
+def node_barrier(parameters: Iterable[torch.Tensor], purpose: BarrierPurpose = BarrierPurpose.CLIPPING) -> None:
     """Waits until all ranks of the node are here, so that none reads shared gradients while another changes them."""
     owned = [NodeOwnership.of(parameter) for parameter in parameters]
     for reduction in dict.fromkeys(ownership.reduction for ownership in owned if ownership is not None):
         reduction.changes += 1
-        reduction.barrier(BarrierPurpose.CLIPPING)
+        reduction.barrier(purpose)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,8 +62,6 @@ def _resolve_store(store: UnitStore, topology: Topology, options: dict[str, Any]
             f"alone after the forward, expected no such option: leave out {option_advice('reshard_after_forward')}, "
             f'or use "{UnitStore.WORLD}" or "{UnitStore.WORLD_KEPT}"'
         )
-    if options["device_type"] != "cpu" and options.get("intra_node", "auto") == "auto":
-        options = {**options, "intra_node": "collectives"}  # units of one model are all FSDP2's, or none
     policies = resolve_policies(store.strategy, topology, **options)
     # On one node its shards are those of the world; where a node has one rank, that one keeps all of the unit.
     if store.reshards_to_node and topology.num_nodes > 1 and policies.mechanism is Mechanism.FSDP2:

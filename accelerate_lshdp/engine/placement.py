@@ -180,28 +180,33 @@ class Placement:
         by_mechanism: dict[Mechanism, list[nn.Parameter]] = {mechanism: [] for mechanism in Mechanism}
         for unit in (*units, rest):
             by_mechanism[self._policies_of(unit).mechanism] += unit.parameters
-        # Without units of FSDP2 the whole model computes under autocast, as accelerate lets it.
-        if self.policies.is_sharded and self.policies.precision.param_dtype is not None:
+        # Without units that cast themselves the whole model computes under autocast, as accelerate lets it.
+        if self.policies.casts_itself and self.policies.precision.param_dtype is not None:
             self._set_precision(units, rest, attachments)
         # In the order of the model, as buckets are filled; parameters of one unit may be registered apart.
         places = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
         for parameters in by_mechanism.values():
             parameters.sort(key=lambda parameter: places[id(parameter)])
         whole, shared = by_mechanism[Mechanism.REPLICATED], by_mechanism[Mechanism.NODE_SHARED]
+        streamed, gathered = by_mechanism[Mechanism.STREAMED], by_mechanism[Mechanism.FSDP2]
         # The model was left where it is: units that are kept on the host may not fit the device.
         for parameter in whole:
             parameter.data = parameter.data.to(self.device)
         makers: list[Callable[[StoreContext], Store]] = []
+        waits = not gathered  # which have collectives in the backward
         if shared:
-            gathers = bool(by_mechanism[Mechanism.FSDP2])  # in the backward
-            makers.append(lambda context: self._make_shared(context, shared, "shared", waits_in_backward=not gathers))
+            makers.append(lambda context: self._make_shared(context, shared, "shared", waits_in_backward=waits))
+        if streamed:
+            blocks = [unit.modules for unit in units if self._policies_of(unit).mechanism is Mechanism.STREAMED]
+            with_rest = self._policies_of(rest).mechanism is Mechanism.STREAMED
+            makers.append(lambda context: self._make_streamed(context, streamed, blocks, with_rest, waits))
         if whole:
             makers.append(lambda context: self._make_whole(context, whole, user="whole"))
         # Last, as it cannot be undone: what fails before it leaves the model to the script.
-        if by_mechanism[Mechanism.FSDP2]:
+        if gathered:
             # Made by the first maker that asks: making groups is collective, and may fail.
             kinds = functools.cache(lambda: self._kinds_of(units, rest))
-            elsewhere = [*whole, *shared, *(each.parameter for each in sliced)]
+            elsewhere = [*whole, *shared, *streamed, *(each.parameter for each in sliced)]
             if not sliced:
                 makers.append(lambda context: self._make_sharded_units(context, units, rest, elsewhere, kinds()))
                 return makers
@@ -212,12 +217,12 @@ class Placement:
         return makers
 
     def _set_precision(self, units: Sequence[PlacedUnit], rest: PlacedUnit, attachments: Attachments) -> None:
-        """Lets whole units compute in lower precision; those of FSDP2 do so themselves."""
+        """Lets whole units compute in lower precision; those of FSDP2, and streamed ones, do so themselves."""
         precision = UnitPrecision(self.device.type, self.policies.precision.param_dtype, attachments)
-        modules: dict[bool, list[nn.Module]] = {True: [], False: []}  # by whether FSDP2 casts them
+        modules: dict[bool, list[nn.Module]] = {True: [], False: []}  # by whether they are cast already
         for unit in units:
-            modules[self._policies_of(unit).is_sharded] += unit.modules
-        if self._policies_of(rest).is_sharded:
+            modules[self._policies_of(unit).casts_itself] += unit.modules
+        if self._policies_of(rest).casts_itself:
             precision.cast_whole(modules[False])
         else:
             precision.cast_rest(rest.modules[0], modules[True])
@@ -229,7 +234,7 @@ class Placement:
         if policies.mechanism is Mechanism.REPLICATED:
             return self._make_whole(context)
         if policies.mechanism is Mechanism.STREAMED:
-            return self._make_streamed(context)
+            return self._make_streamed(context, None, choose_units(context.module, self.units))
         kind = self._kind(policies, self._reductions.of_shards(policies))
         units = [(unit, kind) for unit in choose_units(context.module, self.units)]
         return Fsdp2Store(context, units, kind, device=self.device, prefetch=self.prefetch)
@@ -254,8 +259,14 @@ class Placement:
             waits_in_backward=waits_in_backward,
         )
 
-    def _make_streamed(self, context: StoreContext) -> StreamedStore:
-        precision = self.policies.precision.param_dtype
+    def _make_streamed(
+        self,
+        context: StoreContext,
+        parameters: Sequence[nn.Parameter] | None,
+        units: Sequence[tuple[nn.Module, ...]],
+        has_rest: bool = True,
+        waits_in_backward: bool = True,
+    ) -> StreamedStore:
         return StreamedStore(
             context,
             self.topology,
@@ -263,13 +274,16 @@ class Placement:
             # Groups of its own, also of all ranks: the node's thread reduces whenever gradients are there, and nothing
             # orders that with the collectives of the world that the training loop calls meanwhile.
             functools.partial(self._reductions.on_host, user="streamed"),
+            parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
             timeout_seconds=world_timeout().total_seconds(),
+            waits_in_backward=waits_in_backward,
             device=self.device,
-            units=choose_units(context.module, self.units),
+            units=units,
+            has_rest=has_rest,
             ahead=self.prefetch,
-            compute_dtype=precision,
+            compute_dtype=self.policies.precision.param_dtype,
             output_dtype=self.policies.output_dtype,
         )
 

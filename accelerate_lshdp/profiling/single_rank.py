@@ -142,7 +142,7 @@ class SingleRankTrainer:
             flow.finish([self._prepared])
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        # Units cast by themselves, as it does in training.
+        # Units cast what they compute with by themselves, as in training.
         casts = contextlib.nullcontext() if self.policies.casts_itself else self.accelerator.autocast()
         with casts:
             loss = self._subject.loss(self.model, batch)

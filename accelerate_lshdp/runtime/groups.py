@@ -73,9 +73,7 @@ class ProcessGroups:
         model: counts from 0 the models of a training, whose groups are asked for.
     """
 
-    _made_in: WeakKeyDictionary[
-        dist.ProcessGroup, dict[tuple[int, str, tuple[int, ...], str | None], dist.ProcessGroup]
-    ] = WeakKeyDictionary()
+    _made_in: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.model = 0

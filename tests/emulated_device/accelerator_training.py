@@ -30,12 +30,12 @@ def on_emulated_device() -> None:
     del os.environ["ACCELERATE_USE_CPU"]
 
 
-def train(options: dict[str, Any]) -> dict[str, Any]:
+def train(setting: Setting) -> dict[str, Any]:
     """The errors of `exactness.train`, and what raced."""
     on_emulated_device()
     device.reset()
     device.configure(copy_delay=0.001)
-    errors = exactness.train(Setting(**options))
+    errors = exactness.train(setting)
     races = device.races()
     device.configure()
     return {"errors": errors, "races": races}

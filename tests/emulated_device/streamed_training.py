@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,3 +179,130 @@ def shares_groups_with_the_world() -> bool:
     device.join_device_world()
     _, prepared = place(Case(nodes=(1, 1)), make_model(Case()))
     return any(reduction.group is dist.group.WORLD for reduction in prepared.reductions)
+
+
+def registered_after(closes: bool) -> list[int]:
+    """Bytes that are registered with the device before a model is placed, then, and when it is dropped or closed."""
+    device.join_device_world()
+    pinned = [device.counts()["pinned_bytes"]]
+    model = make_model(Case())
+    engine, prepared = place(Case(nodes=(1, 1)), model)
+    pinned.append(device.counts()["pinned_bytes"])
+    if closes:
+        engine.close()
+    engine.release()
+    del engine, prepared, model
+    gc.collect()
+    return [*pinned, device.counts()["pinned_bytes"]]
+
+
+def step_of_another_model() -> float:
+    """How far a GAN's generator is from that of one process: its backward comes after the critic's step."""
+    device.join_device_world()
+    tokens = models.batch(0)
+    generator, critic = make_model(Case()), make_model(Case())
+    expected = copy.deepcopy(generator), copy.deepcopy(critic)
+    _gan_step(*expected, tokens, [torch.optim.AdamW(model.parameters(), **OPTIONS) for model in expected])
+    engine, prepared = place(Case(nodes=(1,)), generator)
+    prepared_critic = engine.place(critic, dict(critic.named_parameters()))
+    optimizers = [torch.optim.AdamW(model.parameters(), **OPTIONS) for model in (generator, critic)]
+    _gan_step(generator, critic, tokens.to("emulated"), optimizers, engine, [prepared, prepared_critic])
+    pairs = zip(generator.parameters(), expected[0].parameters(), strict=True)
+    return max((one.detach() - other.detach()).abs().max().item() for one, other in pairs)
+
+
+def _gan_step(
+    generator: nn.Module,
+    critic: nn.Module,
+    tokens: torch.Tensor,
+    optimizers: Sequence[torch.optim.Optimizer],
+    engine: Engine | None = None,
+    prepared: Sequence[PreparedModel] = (),
+) -> None:
+    fake = generator(tokens)
+    for loss, optimizer in ((lambda: critic(fake.argmax(-1)).square().mean(), 1), (lambda: fake.square().mean(), 0)):
+        with Flow(prepared) as flow:
+            flow.begin()
+            loss().backward()
+            flow.deliver([model for model in prepared if model.took_part])
+            flow.finish([model for model in prepared if model.took_part])
+        if engine is not None:
+            engine.before_step(optimizers[optimizer])
+        optimizers[optimizer].step()
+        optimizers[optimizer].zero_grad()
+        if engine is not None:
+            engine.after_step()
+
+
+def hooked_gradients() -> list[float]:
+    """The largest gradients of weights whose hooks set them to zero, registered before and after placing."""
+    device.join_device_world()
+    model = make_model(Case())
+    model.head.weight.register_hook(lambda gradient: gradient * 0)
+    _, prepared = place(Case(nodes=(1,)), model)
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0)
+    backward(prepared, models.loss_of(model, models.batch(0).to("emulated")))
+    return [float(p.grad.abs().max()) for p in (model.head.weight, model.blocks[0].up.weight, model.head.bias)]
+
+
+def misused(how: str) -> str:
+    """What an error says about a use that cannot be right."""
+    device.join_device_world()
+    model = make_model(Case())
+    if how == "post hook":
+        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    _, prepared = place(Case(nodes=(1,)), model)
+    tokens = models.batch(0).to("emulated")
+    try:
+        if how == "functional_call":
+            zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, zeros, (tokens,))
+        elif how == "replaced":
+            model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+        elif how == "penalty":
+            penalty = sum(parameter.square().sum() for parameter in model.parameters())
+            backward(prepared, models.loss_of(model, tokens) + penalty.to("emulated"))
+        elif how == "changed":
+            model.blocks[0].register_forward_hook(lambda block, *_: block.up.weight.data.add_(1))
+            model.blocks[0].register_forward_pre_hook(lambda block, _: block.down.bias.detach().zero_())
+        elif how == "stale":
+            loss = models.loss_of(model, tokens)
+            prepared.before_step()
+            prepared.after_step()
+            backward(prepared, loss)
+        backward(prepared, models.loss_of(model, tokens))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def kept_after_interrupt() -> list[str]:
+    """The types of what a state dict has after an interrupt in the middle of a forward in bf16."""
+    device.join_device_world()
+    model = make_model(Case(dtype="float32"))
+    place(Case(nodes=(1,), dtype="float32", precision="bf16"), model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].up.register_forward_hook(interrupt)
+    try:
+        model(models.batch(0).to("emulated"))
+    except KeyboardInterrupt:
+        handle.remove()
+    return sorted({str(tensor.dtype) for tensor in model.state_dict().values()})
+
+
+def between_forward_and_backward() -> float:
+    """How far a gradient is off when a block whose output cannot be seen waits for its backward in an evaluation."""
+    device.join_device_world()
+    model = make_model(Case(model="InPlace"))
+    alone = copy.deepcopy(model)
+    models.loss_of(alone, models.batch(0)).backward()
+    _, prepared = place(Case(nodes=(1,)), model)
+    loss = models.loss_of(model, models.batch(0).to("emulated"))
+    with torch.no_grad():
+        model(models.batch(1).to("emulated"))
+    backward(prepared, loss)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exactness import Setting, check
+
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
 pytestmark = [
@@ -17,9 +18,25 @@ pytestmark = [
     pytest.mark.timeout(300),  # the first test builds the device
 ]
 
+#: Units that are streamed beside those of all other stores.
+MIXED = ModelPlacement(
+    {
+        "": UnitPlacement(UnitStore.WORLD_KEPT),
+        "vit.embeddings": UnitPlacement(UnitStore.REPLICATE),
+        "vit.layers.0": UnitPlacement(UnitStore.HOST, checkpoint=True),
+        "vit.layers.1": UnitPlacement(UnitStore.WORLD),
+        "vit.layers.2": UnitPlacement(UnitStore.NODE),
+        "vit.layers.3": UnitPlacement(UnitStore.HOST),
+    }
+)
+HOST_AND_WHOLE = ModelPlacement(
+    {f"transformer.h.{layer}": UnitPlacement(UnitStore.HOST) for layer in range(2)}, UnitPlacement(UnitStore.REPLICATE)
+)
 SETTINGS = [
     Setting("lsdp", (3, 1), (1, 1), model="gpt2", own_accumulation=2),
+    Setting("osdp", (3, 1), (2,), placement=MIXED, layers=4),
     Setting("lsdp", (3, 1), (2,)),
+    Setting("osdp", (3, 1), (1, 1), model="gpt2", placement=HOST_AND_WHOLE),
     Setting("lsdp", ((3, 2), (1, 2)), (2,), clip_value=0.01),
     Setting("lsdp", (3, 1), (2,), frozen=("layers.0", "embeddings")),
     Setting("lsdp", (3, 1), (2,), model="gpt2", gradient_checkpointing=True, dtype="float32", steps=20),
@@ -42,7 +59,7 @@ def cells() -> list:
 @pytest.mark.parametrize("setting", cells())
 def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], setting: Setting) -> None:
     found = on_device(
-        "accelerator_training", "train", asdict(setting), ranks=setting.world_size, nodes=setting.nodes, timeout=100
+        "accelerator_training", "train", setting, ranks=setting.world_size, nodes=setting.nodes, timeout=100
     )
     check([each["errors"] for each in found], setting.dtype)
     assert [each["races"] for each in found] == [[]] * setting.world_size

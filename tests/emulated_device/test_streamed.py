@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +87,42 @@ def test_bytes_of_a_step(on_device: Callable[..., list], precision: str) -> None
 
 def test_the_thread_of_a_node_has_groups_of_its_own(on_device: Callable[..., list]) -> None:
     assert on_device("streamed_training", "shares_groups_with_the_world", ranks=2) == [False, False]
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["dropped", "closed"])
+def test_memory_is_registered_as_long_as_it_is_there(on_device: Callable[..., list], closes: bool) -> None:
+    for before, placed, after in on_device("streamed_training", "registered_after", closes, ranks=2):
+        assert placed > before == after
+
+
+def test_a_step_of_another_model_changes_nothing_here(on_device: Callable[..., list]) -> None:
+    assert max(on_device("streamed_training", "step_of_another_model")) < 1e-12
+
+
+def test_hooks_on_parameters_get_their_gradients(on_device: Callable[..., list]) -> None:
+    ((before, after, other),) = on_device("streamed_training", "hooked_gradients")
+    assert before == after == 0 < other
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("functional_call", "found another tensor in the place of"),
+        ("replaced", "found another tensor in the place of weight of Linear"),
+        ("post hook", "found hooks of register_post_accumulate_grad_hook"),
+        ("penalty", "found a gradient for a parameter .* in host memory"),
+        ("changed", "found parameters of Block that its forward has changed in place"),
+        ("stale", "found a backward through a forward of"),
+    ],
+)
+def test_what_cannot_be_right_is_said(on_device: Callable[..., list], how: str, message: str) -> None:
+    (found,) = on_device("streamed_training", "misused", how)
+    assert re.search(message, found), found
+
+
+def test_a_state_after_an_interrupt_is_the_one_in_host_memory(on_device: Callable[..., list]) -> None:
+    assert on_device("streamed_training", "kept_after_interrupt") == [["torch.float32"]]
+
+
+def test_blocks_wait_for_a_backward_that_cannot_be_seen(on_device: Callable[..., list]) -> None:
+    assert max(on_device("streamed_training", "between_forward_and_backward")) < 1e-12

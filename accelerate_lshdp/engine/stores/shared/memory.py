@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -68,7 +68,9 @@ class NodeMemory:
         self.size = len(peers) + 1
         self.gone: set[int] = set()
         self._memory = memory
-        self._address = np.frombuffer(memory, dtype=np.uint8, count=1).ctypes.data
+        # Tensors hold this array, and it the mapping: its end can be seen before the memory is gone.
+        self._bytes = np.frombuffer(memory, dtype=np.uint8)
+        self._address = self._bytes.ctypes.data
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         self._peers = peers
@@ -131,7 +133,11 @@ class NodeMemory:
 
     def tensor(self, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A view of the memory as a tensor; it keeps the memory alive."""
-        return _view(self._memory, offset, shape, dtype)
+        return _view(self._bytes, offset, shape, dtype)
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` when no tensor is in this memory any more, before it is unmapped; not at exit."""
+        weakref.finalize(self._bytes, callback).atexit = False
 
     def whole(self) -> torch.Tensor:
         """All of the memory, as bytes."""
@@ -144,7 +150,9 @@ class NodeMemory:
         """
         # Copy on write: all ranks of the node leave it together, and each would need memory for a whole model. The
         # kernel copies the pages that a rank does write to.
-        private = mmap.mmap(self._descriptor, len(self._memory), access=mmap.ACCESS_COPY)
+        private = np.frombuffer(
+            mmap.mmap(self._descriptor, len(self._memory), access=mmap.ACCESS_COPY), dtype=np.uint8
+        )
         return [
             _view(private, t.data_ptr() - self._address, t.shape, t.dtype) if t.is_contiguous() else t.clone()
             for t in tensors
@@ -196,7 +204,7 @@ class NodeMemory:
             end.close()
 
 
-def _view(memory: mmap.mmap, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _view(memory: np.ndarray, offset: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = torch.Size(shape).numel()
     # frombuffer refuses an empty view. All other tensors hold the mapping, which is undone with the last of them.
     if count == 0:

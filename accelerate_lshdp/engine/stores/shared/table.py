@@ -17,6 +17,7 @@ class BarrierPurpose(Enum):
     STEP_ENDS = "the end of the optimizer's step"
     CLIPPING = "gradient clipping"
     LOADING = "load_state_dict"
+    UNSCALING = "unscaling gradients of fp16"
 
 
 #: In the order of their numbers in the table.

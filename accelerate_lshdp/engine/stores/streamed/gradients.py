@@ -22,6 +22,7 @@ class DeviceGradients(GradientSource):
     """
 
     def __init__(self, device: torch.device, staging: torch.Tensor) -> None:
+        self._device = device
         self._streams = torch.get_device_module(device)
         self._stream = self._streams.Stream(device)
         self._staging = staging
@@ -36,6 +37,9 @@ class DeviceGradients(GradientSource):
         copied: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         summed: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     ) -> None:
+        # Of this thread, which begins with the first device: switching back to a stream of that one would take memory
+        # of it, for every rank of the node.
+        self._streams.set_device(self._device)
         staged = self._places(summed[0])
         kept = []
         with self._streams.stream(self._stream):
@@ -44,7 +48,8 @@ class DeviceGradients(GradientSource):
                 # Made fp32 on the device, which takes no time beside the copy, and then no processor has to do it.
                 kept.append(gradient.to(target.dtype))
                 target.copy_(kept[-1], non_blocking=True)
-            done = self._stream.record_event()
+            done = self._streams.Event(blocking=True)  # which does not spin while it is waited for
+            done.record(self._stream)
         # Before anybody reads what was copied, and before the gradients' memory is used again: it belongs to the
         # stream that has computed them, and nothing on the device makes that one wait.
         done.synchronize()

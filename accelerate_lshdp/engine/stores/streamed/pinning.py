@@ -23,14 +23,14 @@ def register_with_device(memory: torch.Tensor, device: torch.device) -> Callable
         device: whose copies are to read and write it.
 
     Returns:
-        What ends the registration. Copies must have ended before, and the memory must exist until then.
+        What ends the registration, when all copies have ended; the memory must exist until then.
 
     Raises:
         NodeMemoryError: the device cannot use the memory.
     """
     if device.type == "cuda":
         return _register_with_cuda(memory, device)
-    # Another device says itself how, if it can: then copies take their time, but are right all the same.
+    # Another device says itself how. If it cannot, copies block the host, but are right all the same.
     register = getattr(torch.get_device_module(device), "register_host_memory", None)
     return (lambda: None) if register is None else register(memory)
 
@@ -49,4 +49,5 @@ def _register_with_cuda(memory: torch.Tensor, device: torch.device) -> Callable[
 
 def _unregister_from_cuda(address: int, device: torch.device) -> None:
     with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a unit that was fetched for nothing may still be on its way
         torch.cuda.cudart().cudaHostUnregister(address)

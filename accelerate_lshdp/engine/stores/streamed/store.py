@@ -40,6 +40,7 @@ class StreamedStore(SharedStore):
     Args:
         device: where the forward runs.
         units: groups of modules that are on the device together.
+        has_rest: whether what is in none of them is streamed, too; else another store keeps it.
         ahead: number of units that are copied while one computes.
         compute_dtype: that units compute in; None: that of their parameters.
         output_dtype: that floating-point outputs of the model are cast to, None: as they are.
@@ -55,6 +56,7 @@ class StreamedStore(SharedStore):
         *args: Any,
         device: torch.device,
         units: Sequence[tuple[nn.Module, ...]],
+        has_rest: bool,
         ahead: int,
         compute_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
@@ -62,6 +64,7 @@ class StreamedStore(SharedStore):
     ) -> None:
         self._device = device
         self._modules = units
+        self._has_rest = has_rest
         self._ahead = ahead
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
@@ -71,6 +74,14 @@ class StreamedStore(SharedStore):
     # Setting up: first places in the memory that is still to be made, then what lies there
 
     def _place_parameters(self, layout: Layout) -> list[int]:
+        for parameter in self._everything:
+            if type(parameter) is not nn.Parameter:
+                raise ValueError(
+                    f"found a parameter of class {type(parameter).__name__}, expected torch.nn.Parameter: what is "
+                    "copied to the device would not have what that class adds. Use "
+                    f"{option_advice('intra_node', 'collectives')} or strategy ddp"
+                )
+            self.context.attachments.at_removal(functools.partial(_move, parameter, parameter.device))
         # Unit by unit, so that each is one piece, which is copied at once.
         self._members = self._divide()
         places = {index: layout.place(_bytes_of(self._everything[index])) for index in sum(self._members, [])}
@@ -109,7 +120,8 @@ class StreamedStore(SharedStore):
     def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor], topology: Topology) -> GradientSource:
         self._bytes = memory.whole()
         register = register_with_device if topology.world_size == 1 else _register_on_all_ranks
-        self.context.attachments.at_removal(register(self._bytes, self._device))
+        # Also where the model is dropped, and not closed: memory that is registered must not be unmapped.
+        memory.at_end(register(self._bytes, self._device))
         self._casts = {}
         if self._are_cast:
             self._casts = {
@@ -135,9 +147,11 @@ class StreamedStore(SharedStore):
         self._copies = copies
         self._streaming = Streaming(
             units,
+            self._device,
             ahead=self._ahead,
             compute_dtype=self._compute_dtype,
             output_dtype=self._output_dtype,
+            casts_rest=self._has_rest,
             attachments=self.context.attachments,
         )
         _move_buffers(self.module, self._device, self.context.attachments)
@@ -146,14 +160,19 @@ class StreamedStore(SharedStore):
         leaves = [unit.leaves[place] for unit, place in self._place_in_unit]
         self._master_of = {id(leaf): master for leaf, master in zip(leaves, self._parameters, strict=True)}
         self._leaves = leaves
-        self.context.attachments.at_removal(self._leave_device)
+        self._ids = {id(parameter) for parameter in self._everything}
+        self._are_stepped = False
+        self.context.attachments.at_removal(self._stop_reading)
         for master in self._parameters:
             self.context.attachments.add(master.register_post_accumulate_grad_hook(_refuse_gradient_of_master))
-        return leaves
+        streaming = self._streaming
 
-    def _leave_device(self) -> None:
-        self._streaming.release()
-        self._copies.synchronize()
+        def before_state_dict(*_: Any) -> None:
+            streaming.give_back()
+
+        for module in self.module.modules():
+            self.context.attachments.add(module.register_state_dict_pre_hook(before_state_dict))
+        return leaves
 
     def gradient_leaves(self) -> Iterator[torch.Tensor]:
         yield from self._leaves
@@ -183,28 +202,33 @@ class StreamedStore(SharedStore):
         self._streaming.gradient_came(*self._place_in_unit[index])
 
     def finish(self) -> None:
-        self._streaming.release()
+        self._streaming.backward_ends()
         super().finish()
 
     def cancel(self) -> None:
-        self._streaming.release()
+        self._streaming.backward_ends()
         super().cancel()
 
     def abandon(self) -> None:
-        self._streaming.release()
-        super().abandon()
+        try:
+            self._streaming.backward_ends()
+        finally:  # other ranks of the node wait to be told
+            super().abandon()
 
     # What changes the parameters
 
     def before_step(self, stepping: Collection[int] | None = None) -> None:
-        # Before the other ranks are told that this one is done with the parameters as they are: the device still reads
-        # them as long as copies are under way.
-        self._stop_reading()
+        self._are_stepped = stepping is None or not self._ids.isdisjoint(stepping)
+        if self._are_stepped:
+            # Before the other ranks are told that this one is done with the parameters as they are: the device reads
+            # them as long as copies are under way.
+            self._stop_reading()
         super().before_step(stepping)
 
     def after_step(self) -> None:
-        owned = [index for index, parameter in enumerate(self._everything) if self._is_owned(parameter)]
-        self._cast(self._everything, {index: self._casts[index] for index in owned if index in self._casts})
+        if self._are_stepped:
+            owned = [index for index, parameter in enumerate(self._everything) if self._is_owned(parameter)]
+            self._cast(self._everything, {index: self._casts[index] for index in owned if index in self._casts})
         super().after_step()
 
     @staticmethod
@@ -275,5 +299,6 @@ def _move_buffers(module: nn.Module, device: torch.device, attachments: Attachme
         _move(buffer, device)
 
 
-def _move(buffer: torch.Tensor, device: torch.device) -> None:
-    buffer.data = buffer.data.to(device)
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)

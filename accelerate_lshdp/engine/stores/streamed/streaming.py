@@ -56,26 +56,33 @@ class Streaming:
 
     Args:
         units: of the model, in the order of registration; the last one is the rest, with the model as its module.
+        device: where they compute.
         ahead: number of units that are copied while one computes.
         compute_dtype: that floating-point inputs of units are cast to, None: as they are.
         output_dtype: that floating-point outputs of the model are cast to, None: as they are.
+        casts_rest: whether the two hold for the model itself, too; else another store keeps what is in no unit.
         attachments: of the model.
     """
 
     def __init__(
         self,
         units: Sequence[StreamedUnit],
+        device: torch.device,
         *,
         ahead: int,
         compute_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        casts_rest: bool,
         attachments: Attachments,
     ) -> None:
         self._units = list(units)
         self._rest = self._units[-1]
+        self._device = device
+        self._memories = {unit.memory for unit in self._units}
         self._ahead = ahead
         self._compute_dtype = compute_dtype
-        self._output_dtype = output_dtype
+        self._output_dtype = output_dtype if casts_rest else None
+        self._casts_rest = casts_rest
         self._steps = 0
         # As the model is registered, until a forward shows how it computes.
         blocks = self._units[:-1]
@@ -84,6 +91,7 @@ class Streaming:
         self._newest: StreamedUnit | None = None  # of the forward of the model that is under way
         self._last: StreamedUnit | None = blocks[-1] if blocks else None  # of the one before
         self._forwards: dict[nn.Module, list[_Forward]] = {}  # that are under way, the innermost last
+        self._unseen: set[StreamedUnit] = set()  # whose next backward cannot be seen coming
         self._in_backward: Counter[StreamedUnit] = Counter()  # forwards of each unit whose backward is under way
         self._awaited: dict[StreamedUnit, set[int]] = {}  # leaves whose gradient is to come in this backward
         for unit in self._units:
@@ -110,6 +118,7 @@ class Streaming:
     def parameters_change(self) -> None:
         """Takes note that parameters are about to be changed: what is on the device is of no use any more."""
         self._steps += 1
+        self._unseen.clear()
         self.release()
 
     def backward_begins(self) -> None:
@@ -131,11 +140,33 @@ class Streaming:
             self._awaited[unit].discard(index)
             self._release_done(unit)
 
-    def release(self) -> None:
-        """Takes all units off the device; never inside a forward or a backward."""
-        self._forwards.clear()
+    def backward_ends(self) -> None:
+        """Takes note that a backward has ended, or was given up; units whose own is still to come stay."""
+        reached = {unit for unit in self._unseen if not self._awaits_all(unit)}
+        self._unseen -= reached
+        self._awaited.clear()
+        self.release()
+
+    def _awaits_all(self, unit: StreamedUnit) -> bool:
+        return len(self._awaited.get(unit, ())) == sum(leaf.requires_grad for leaf in unit.leaves)
+
+    def give_back(self) -> None:
+        """Gives all modules the parameters in host memory; what is on the device stays there."""
+        self._forwards.clear()  # of a forward that an interrupt has ended, of which torch says nothing
         for unit in self._units:
-            unit.release()
+            unit.put_aside()
+
+    def release(self) -> None:
+        """Takes units off the device; never inside a forward or a backward."""
+        self._forwards.clear()
+        errors = []
+        for unit in self._units:
+            try:
+                unit.put_aside() if unit in self._unseen else unit.release()
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # Forward
 
@@ -169,7 +200,13 @@ class Streaming:
             unit = next_unit
 
     def _prepare_input(self, forward: _Forward, tensor: torch.Tensor, stays: bool) -> torch.Tensor:
-        cast = self._compute_dtype is not None and tensor.is_floating_point() and tensor.dtype != self._compute_dtype
+        if forward.unit is self._rest and tensor.device.type == "cpu":
+            # As FSDP2 does. Scripts send batches to model.device, which is where the first parameter is.
+            tensor = tensor.to(self._device, non_blocking=True)
+        if self._is_parameter(tensor):
+            return tensor  # of another unit: it is there as long as that one is
+        casts = self._compute_dtype is not None and (self._casts_rest or forward.unit is not self._rest)
+        cast = casts and tensor.is_floating_point() and tensor.dtype != self._compute_dtype
         own = tensor.to(self._compute_dtype) if cast else tensor
         if torch.is_grad_enabled() and own.requires_grad:
             # A tensor of this forward alone, where possible: the gradient of the one that came in is complete only
@@ -189,16 +226,16 @@ class Streaming:
         if unit is self._rest and not forwards:
             self._last, self._newest = self._newest, None
             output = self._cast(output)
-        # What leads to the loss may be an input that was changed in place, and not what the forward returns.
-        can_be_seen = self._watch_outputs(forward, output) and not forward.take_changes()
+        can_be_seen = self._watch_outputs(forward, output)
         if forwards or _is_in_autograd():
             return output  # it is still in use
-        if not torch.is_grad_enabled():
-            self.release() if unit is self._rest else unit.release()
-        elif unit is self._rest or not can_be_seen:
-            unit.put_aside()  # it is needed from the beginning of the backward on, or nobody will say when
-        else:
-            unit.release()
+        if unit is self._rest and not torch.is_grad_enabled():
+            self.release()  # what was fetched ahead and not used, too
+            return output
+        if torch.is_grad_enabled() and not can_be_seen:
+            self._unseen.add(unit)
+        # What is in no unit is needed from the beginning of the backward on.
+        unit.put_aside() if unit is self._rest or unit in self._unseen else unit.release()
         return output
 
     def _cast(self, output: Any) -> Any:
@@ -207,13 +244,23 @@ class Streaming:
             return output
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter on the device, or a part of one."""
+        # What an operator has computed has memory of its own.
+        return (tensor.is_leaf or tensor._is_view()) and tensor.untyped_storage()._cdata in self._memories
+
     def _watch_outputs(self, forward: _Forward, output: Any) -> bool:
         """Lets the backward of a forward begin with its unit on the device; False if it cannot be seen coming."""
-        tensors = tensors_in(output)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._output_has_gradient, forward))
-        return bool(tensors)
+        unit = forward.unit
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # A parameter itself, or a part of one, is there for whoever gets it, and its gradient needs no other.
+        watched = [tensor for tensor in tensors if not self._is_parameter(tensor)]
+        for tensor in watched:
+            tensor.register_hook(functools.partial(self._output_has_gradient, forward))
+        # What leads to the loss may also be an input that was changed in place, and not what the forward returns.
+        is_changed = forward.take_changes()
+        trains = any(leaf.requires_grad for leaf in unit.leaves)
+        return len(watched) == len(tensors) and not is_changed and (bool(tensors) or not trains)
 
     # Backward
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from accelerate_lshdp.runtime.option_advice import option_advice
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -119,13 +121,22 @@ class StreamedUnit:
         if current != self._home:
             self._bytes.record_stream(current)
         if not self.is_in_use:
-            self._follow_freezing()
+            self._follow_masters()
             for slot in self._slots:
                 slot.module._parameters[slot.name] = self.leaves[slot.index]
             self._versions = [leaf._version for leaf in self.leaves]
 
-    def _follow_freezing(self) -> None:
-        """Freezes what the script has frozen since, and lets it go again."""
+    def _follow_masters(self) -> None:
+        """Takes over what the script has changed about the parameters in host memory since."""
+        for slot in self._slots:
+            found = slot.module._parameters.get(slot.name)
+            if found is not self.masters[slot.index]:
+                raise RuntimeError(
+                    f"found another tensor in the place of {slot.name} of {type(slot.module).__name__} "
+                    "(functional_call, load_state_dict with assign=True, or a new parameter): the forward would "
+                    "compute with the one that prepare() has found. Use load_state_dict, or a copy.deepcopy of the "
+                    "model for other weights, and change modules before prepare()"
+                )
         for leaf, master, trains in zip(self.leaves, self.masters, self._trains, strict=True):
             if master.requires_grad and not trains:
                 raise RuntimeError(
@@ -133,8 +144,23 @@ class StreamedUnit:
                     "no place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible "
                     "later, too"
                 )
+            # Ours is the only one of these that autograd need not call.
+            if len(master._post_accumulate_grad_hooks or ()) > int(trains):
+                raise RuntimeError(
+                    "found hooks of register_post_accumulate_grad_hook on parameters in host memory, whose gradients "
+                    "are computed on the device, and are there when all ranks have added theirs. Use "
+                    f"{option_advice('intra_node', 'collectives')}, or strategy ddp"
+                )
             if leaf.requires_grad != master.requires_grad:
                 leaf.requires_grad_(master.requires_grad)
+            # Hooks of the script on gradients, which autograd only gives to what it has computed with.
+            if master._backward_hooks is not None and leaf._backward_hooks is not master._backward_hooks:
+                leaf._backward_hooks = master._backward_hooks
+
+    @property
+    def memory(self) -> int:
+        """What tensors in the unit's memory on the device have as the identity of their storage."""
+        return self._memory._cdata
 
     def put_aside(self) -> None:
         """Gives the modules the parameters in host memory again; those on the device stay there.
@@ -161,7 +187,8 @@ class StreamedUnit:
             self.put_aside()
         finally:
             if self._arrival is not None:
-                # A unit that was fetched and not used: its copy must not write to what the memory is used for next.
-                self._streams.current_stream().wait_event(self._arrival)
+                # A unit that was fetched and not used: its copy must not write to what the memory is used for next, by
+                # the stream that it belongs to.
+                self._home.wait_event(self._arrival)
                 self._arrival = None
                 self._memory.resize_(0)
