@@ -73,7 +73,7 @@ class Engine:
         Raises:
             ValueError: the strategy cannot train it, or it shares parameters with one that is trained already.
         """
-        if self.topology.world_size > 1 or self.policies.is_sharded:
+        if self.topology.world_size > 1 or self.policies.mechanism is not Mechanism.REPLICATED:
             refuse_sparse_gradients(model)
         refuse_shared_parameters(
             model,

@@ -35,6 +35,7 @@ class UnitPrecision:
         self._dtype = dtype
         self._attachments = attachments
         self._around: list[tuple[bool, torch.dtype]] = []  # autocast of the script in the forwards that are under way
+        self._last_around: tuple[bool, torch.dtype] | None = None  # in the newest one
 
     def cast_whole(self, modules: Iterable[nn.Module]) -> None:
         """Turns autocast on in the forwards of modules whose parameters are whole."""
@@ -57,7 +58,8 @@ class UnitPrecision:
             self._attach(module, self._as_around)
 
     def _as_around(self) -> AbstractContextManager[None]:
-        enabled, dtype = self._around[-1] if self._around else self._state()
+        # Activations that are computed again are so in the backward, as the forward was.
+        enabled, dtype = self._around[-1] if self._around else self._last_around or self._state()
         return torch.autocast(self._device_type, dtype, enabled=enabled)
 
     def _state(self) -> tuple[bool, torch.dtype]:
@@ -75,6 +77,7 @@ class UnitPrecision:
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if noted is not None:
                 noted.append(self._state())
+                self._last_around = noted[-1]
             entered.append(context())
             entered[-1].__enter__()
 

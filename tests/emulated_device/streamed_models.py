@@ -205,6 +205,40 @@ class Unused(Plain):
     block = WithUnused
 
 
+class Hidden(Block):
+    """Keeps a second way to the loss for itself, which no output of its forward shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.aside = self.up(out).square().mean()
+        return out
+
+
+class HiddenLoss(Plain):
+    block = Hidden
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + sum(block.aside for block in self.blocks)
+
+
+class LookedInto(Plain):
+    """A loss of activations that hooks have taken out of the middle of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(self.look)
+
+    def look(self, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        found = super().forward(tokens)
+        return found + sum(each.square().mean() for each in self.seen)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
@@ -221,6 +255,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         InPlace,
         Objects,
         Unused,
+        HiddenLoss,
+        LookedInto,
     )
 }
 

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import streamed_models as models
 import torch
@@ -109,11 +110,13 @@ def place(case: Case, model: nn.Module) -> tuple[Engine, PreparedModel]:
     return engine, engine.place(model, dict(model.named_parameters(remove_duplicate=False)))
 
 
-def backward(prepared: PreparedModel, loss: torch.Tensor, *, synchronise: bool = True) -> None:
+def backward(
+    prepared: PreparedModel, loss: torch.Tensor, *, synchronise: bool = True, retain_graph: bool = False
+) -> None:
     with Flow([prepared]) as flow:
         prepared.synchronise_next = synchronise
         flow.begin()
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
         flow.deliver([prepared])
         flow.finish([prepared])
 
@@ -306,3 +309,28 @@ def between_forward_and_backward() -> float:
     backward(prepared, loss)
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
     return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
+
+
+def backward_twice(model_name: str) -> float:
+    """How far gradients are off after two backwards through the same forward."""
+    device.join_device_world()
+    device.configure(copy_delay=0.002)
+    model = make_model(Case(model=model_name))
+    alone = copy.deepcopy(model)
+    loss = models.loss_of(alone, models.batch(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    _, prepared = place(Case(nodes=(1,)), model)
+    loss = models.loss_of(model, models.batch(0).to("emulated"))
+    backward(prepared, loss, retain_graph=True)
+    backward(prepared, loss)
+    device.configure()
+    assert device.races() == []
+    pairs = [pair for pair in zip(model.parameters(), alone.parameters(), strict=True) if pair[1].grad is not None]
+    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
+
+
+def train_in_pieces() -> dict[str, Any]:
+    """`train` of two ranks whose own memory for gradients takes a few numbers at a time."""
+    with mock.patch("accelerate_lshdp.engine.stores.streamed.store.LARGEST_BYTES", 64):
+        return train(Case(accumulation=2))

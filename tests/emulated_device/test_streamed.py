@@ -33,6 +33,8 @@ MODELS = (
     "InPlace",
     "Objects",
     "Unused",
+    "HiddenLoss",
+    "LookedInto",
 )
 
 
@@ -126,3 +128,14 @@ def test_a_state_after_an_interrupt_is_the_one_in_host_memory(on_device: Callabl
 
 def test_blocks_wait_for_a_backward_that_cannot_be_seen(on_device: Callable[..., list]) -> None:
     assert max(on_device("streamed_training", "between_forward_and_backward")) < 1e-12
+
+
+@pytest.mark.parametrize("model", ["Plain", "LowRank", "Recomputed"])
+def test_a_graph_that_is_kept_has_a_second_backward(on_device: Callable[..., list], model: str) -> None:
+    assert max(on_device("streamed_training", "backward_twice", model)) < 1e-12
+
+
+def test_gradients_that_are_larger_than_their_place_come_in_pieces(on_device: Callable[..., list]) -> None:
+    for found in on_device("streamed_training", "train_in_pieces", ranks=2):
+        assert found["races"] == []
+        assert found["error"] < 1e-12

@@ -82,7 +82,8 @@ class WholeStore(Store):
         return self._parameters
 
     def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        device = next(self.module.parameters()).device
+        # Those of the model that other stores have may be elsewhere.
+        device = next(iter(self._parameters or self.module.parameters())).device
         return is_noop_conversion(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
     def _fill_buckets(

@@ -136,8 +136,13 @@ class NodeMemory:
         return _view(self._bytes, offset, shape, dtype)
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` when no tensor is in this memory any more, before it is unmapped; not at exit."""
-        weakref.finalize(self._bytes, callback).atexit = False
+        """Calls ``callback`` when no tensor is in this memory any more, before it is unmapped.
+
+        Neither at exit, nor in processes that are forked later, such as the workers of a loader: a device is used by
+        the process that has begun with it.
+        """
+        process = os.getpid()
+        weakref.finalize(self._bytes, lambda: callback() if os.getpid() == process else None).atexit = False
 
     def whole(self) -> torch.Tensor:
         """All of the memory, as bytes."""

@@ -42,7 +42,8 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
     """The tensors in what a forward returns: in containers, and in attributes of objects of the script."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, nn.Module)):
+    # Most values are numbers, names and the like.
+    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
         return []
     if isinstance(value, Mapping):
         parts = list(value.values())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ class DeviceGradients(GradientSource):
 
     Args:
         device: where the gradients are.
-        staging: registered host memory of this rank, bytes, as large as the largest bucket.
+        staging: registered host memory of this rank, bytes.
     """
 
     def __init__(self, device: torch.device, staging: torch.Tensor) -> None:
@@ -40,11 +40,19 @@ class DeviceGradients(GradientSource):
         # Of this thread, which begins with the first device: switching back to a stream of that one would take memory
         # of it, for every rank of the node.
         self._streams.set_device(self._device)
-        staged = self._places(summed[0])
+        self._copy(noted, list(zip(*copied, strict=True)))
+        for places, batch in self._batches(zip(*summed, strict=True)):
+            self._copy(noted, [(place, gradient) for place, (_, gradient) in zip(places, batch, strict=True)])
+            torch._foreach_add_([view for view, _ in batch], places)
+
+    def _copy(self, noted: torch.Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies from the device, and waits for it."""
+        if not pairs:
+            return
         kept = []
         with self._streams.stream(self._stream):
             self._stream.wait_event(noted)
-            for target, gradient in zip([*copied[0], *staged], [*copied[1], *summed[1]], strict=True):
+            for target, gradient in pairs:
                 # Made fp32 on the device, which takes no time beside the copy, and then no processor has to do it.
                 kept.append(gradient.to(target.dtype))
                 target.copy_(kept[-1], non_blocking=True)
@@ -53,13 +61,29 @@ class DeviceGradients(GradientSource):
         # Before anybody reads what was copied, and before the gradients' memory is used again: it belongs to the
         # stream that has computed them, and nothing on the device makes that one wait.
         done.synchronize()
-        if staged:
-            torch._foreach_add_(list(summed[0]), staged)
 
-    def _places(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors like some parts of one bucket, in the memory of this rank."""
-        places, offset = [], 0
-        for view in views:
-            places.append(self._staging[offset : offset + view.nbytes].view(view.dtype).view(view.shape))
-            offset += view.nbytes
-        return places
+    def _batches(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Parts of a bucket that fit this rank's memory together, each with its places there."""
+        places, batch, used = [], [], 0
+        for view, gradient in self._pieces(pairs):
+            if used + view.nbytes > self._staging.numel():
+                yield places, batch
+                places, batch, used = [], [], 0
+            places.append(self._staging[used : used + view.nbytes].view(view.dtype).view(view.shape))
+            batch.append((view, gradient))
+            used += view.nbytes
+        if batch:
+            yield places, batch
+
+    def _pieces(
+        self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same places and gradients, those cut that are larger than this rank's memory."""
+        for view, gradient in pairs:
+            count = self._staging.numel() // view.dtype.itemsize
+            if view.numel() <= count:
+                yield view, gradient
+            else:
+                yield from zip(view.view(-1).split(count), gradient.reshape(-1).split(count), strict=True)

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES
 from accelerate_lshdp.engine.attachments import Attachments
-from accelerate_lshdp.engine.module_state import is_noop_conversion
+from accelerate_lshdp.engine.module_state import change, is_noop_conversion
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
@@ -110,6 +111,7 @@ class StreamedStore(SharedStore):
             }
             self._are_cast = True
         largest = max((sum(_bytes_of(self._parameters[i]) for i in bucket) for bucket in self._layout), default=0)
+        largest = min(largest, LARGEST_BYTES)  # those of large parameters come in pieces
         stagings = [layout.place(largest) for _ in topology.node_groups[topology.node]]
         self._staging = slice(stagings[topology.local_rank], stagings[topology.local_rank] + largest)
 
@@ -172,6 +174,9 @@ class StreamedStore(SharedStore):
 
         for module in self.module.modules():
             self.context.attachments.add(module.register_state_dict_pre_hook(before_state_dict))
+            if isinstance(module, nn.RNNBase):
+                # cuDNN's own memory for all weights would take those on the device away from the unit.
+                change(module, "flatten_parameters", _leave_apart, self.context.attachments)
         return leaves
 
     def gradient_leaves(self) -> Iterator[torch.Tensor]:
@@ -278,8 +283,8 @@ def _register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callab
     error, unregister = None, None
     try:
         unregister = register_with_device(memory, device)
-    except NodeMemoryError as caught:
-        error = f"rank {dist.get_rank()}: {caught}"
+    except Exception as caught:  # whatever it is: the other ranks wait in the collective below
+        error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
     # All ranks tell, whatever happened to them: this call is collective.
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -292,6 +297,10 @@ def _register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callab
     return unregister
 
 
+def _leave_apart() -> None:
+    """Stands in for ``flatten_parameters`` of recurrent modules, which is an optimisation alone."""
+
+
 def _move_buffers(module: nn.Module, device: torch.device, attachments: Attachments) -> None:
     """Moves a module's buffers to the device, and back when the attachments are removed."""
     for buffer in module.buffers():
@@ -301,4 +310,6 @@ def _move_buffers(module: nn.Module, device: torch.device, attachments: Attachme
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
+        gradient, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(device)
+        tensor.grad = None if gradient is None else gradient.to(device)

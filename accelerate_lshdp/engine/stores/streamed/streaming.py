@@ -28,8 +28,9 @@ class _Forward:
     Attributes:
         unit: that computes.
         steps: how often the parameters had been changed by then.
-        inputs: of which the gradient is still to come in the backward.
-        is_in_backward: whether the gradient of an output has come.
+        inputs: that need a gradient.
+        awaited: number of those whose gradient is still to come in the backward.
+        backward: the number of the backward in which the gradient of an output has come.
         given: inputs that need a gradient, with their counters of changes in place; dropped when the forward ends, as
             the graph of the backward keeps this object.
     """
@@ -37,7 +38,8 @@ class _Forward:
     unit: StreamedUnit
     steps: int
     inputs: int = 0
-    is_in_backward: bool = False
+    awaited: int = 0
+    backward: int | None = None
     given: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def take_changes(self) -> bool:
@@ -91,7 +93,8 @@ class Streaming:
         self._newest: StreamedUnit | None = None  # of the forward of the model that is under way
         self._last: StreamedUnit | None = blocks[-1] if blocks else None  # of the one before
         self._forwards: dict[nn.Module, list[_Forward]] = {}  # that are under way, the innermost last
-        self._unseen: set[StreamedUnit] = set()  # whose next backward cannot be seen coming
+        self._unseen: Counter[StreamedUnit] = Counter()  # forwards of each whose backward cannot be seen coming
+        self._backward = 0  # the number of the one that is under way, or of the next one
         self._in_backward: Counter[StreamedUnit] = Counter()  # forwards of each unit whose backward is under way
         self._awaited: dict[StreamedUnit, set[int]] = {}  # leaves whose gradient is to come in this backward
         for unit in self._units:
@@ -124,13 +127,14 @@ class Streaming:
     def backward_begins(self) -> None:
         """Takes note that a backward begins."""
         self._in_backward.clear()
+        self._backward += 1
         self._awaited = {
             unit: {index for index, leaf in enumerate(unit.leaves) if leaf.requires_grad} for unit in self._units
         }
 
     def gradient_came(self, unit: StreamedUnit, index: int) -> None:
         """Takes note that the gradient of a unit's leaf is complete."""
-        if not unit.is_on_device:
+        if not unit.is_ready:
             raise RuntimeError(
                 f"found a gradient of {type(unit.modules[0]).__name__} computed while its parameters were not on "
                 "the device: its backward began where it could not be seen. Return what leads to the loss from its "
@@ -142,13 +146,14 @@ class Streaming:
 
     def backward_ends(self) -> None:
         """Takes note that a backward has ended, or was given up; units whose own is still to come stay."""
-        reached = {unit for unit in self._unseen if not self._awaits_all(unit)}
-        self._unseen -= reached
+        self._unseen -= Counter(unit for unit in self._unseen if not self._awaits_all(unit))  # which drops zeros
         self._awaited.clear()
+        self._backward += 1  # what follows is another one, also if a script asks autograd for it
         self.release()
 
     def _awaits_all(self, unit: StreamedUnit) -> bool:
-        return len(self._awaited.get(unit, ())) == sum(leaf.requires_grad for leaf in unit.leaves)
+        trained = sum(leaf.requires_grad for leaf in unit.leaves)
+        return trained > 0 and len(self._awaited.get(unit, ())) == trained
 
     def give_back(self) -> None:
         """Gives all modules the parameters in host memory; what is on the device stays there."""
@@ -213,6 +218,7 @@ class Streaming:
             # when all others that use it have had their backward. A view, as a unit may change its input in place.
             own = own if cast or stays else own.view_as(own)
             forward.inputs += 1
+            forward.awaited += 1
             forward.given.append((own, own._version))
             own.register_hook(functools.partial(self._input_has_gradient, forward))
         return own
@@ -227,13 +233,15 @@ class Streaming:
             self._last, self._newest = self._newest, None
             output = self._cast(output)
         can_be_seen = self._watch_outputs(forward, output)
-        if forwards or _is_in_autograd():
+        if unit is not self._rest and torch.is_grad_enabled():
+            can_be_seen = self._watch_what_stays(forward) and can_be_seen
+        if any(self._forwards.get(each) for each in unit.modules) or _is_in_autograd():
             return output  # it is still in use
         if unit is self._rest and not torch.is_grad_enabled():
             self.release()  # what was fetched ahead and not used, too
             return output
         if torch.is_grad_enabled() and not can_be_seen:
-            self._unseen.add(unit)
+            self._unseen[unit] += 1
         # What is in no unit is needed from the beginning of the backward on.
         unit.put_aside() if unit is self._rest or unit in self._unseen else unit.release()
         return output
@@ -244,10 +252,18 @@ class Streaming:
             return output
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
+    def _watch_what_stays(self, forward: _Forward) -> bool:
+        """Watches what a forward has left in its modules beside what it returns; False if it may be elsewhere, too."""
+        for tensor in forward.unit.kept_tensors():
+            if tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._output_has_gradient, forward))
+        return not forward.unit.is_looked_into()
+
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter on the device, or a part of one."""
         # What an operator has computed has memory of its own.
-        return (tensor.is_leaf or tensor._is_view()) and tensor.untyped_storage()._cdata in self._memories
+        may_be = tensor.layout is torch.strided and (tensor.is_leaf or tensor._is_view())
+        return may_be and tensor.untyped_storage()._cdata in self._memories
 
     def _watch_outputs(self, forward: _Forward, output: Any) -> bool:
         """Lets the backward of a forward begin with its unit on the device; False if it cannot be seen coming."""
@@ -259,8 +275,8 @@ class Streaming:
             tensor.register_hook(functools.partial(self._output_has_gradient, forward))
         # What leads to the loss may also be an input that was changed in place, and not what the forward returns.
         is_changed = forward.take_changes()
-        trains = any(leaf.requires_grad for leaf in unit.leaves)
-        return len(watched) == len(tensors) and not is_changed and (bool(tensors) or not trains)
+        needs_none = not forward.inputs and not any(leaf.requires_grad for leaf in unit.leaves)
+        return len(watched) == len(tensors) and not is_changed and (bool(tensors) or needs_none)
 
     # Backward
 
@@ -273,8 +289,9 @@ class Streaming:
                 "were changed (by an optimizer's step or load_state_dict): the values that it has computed with are "
                 "gone. Call backward before the step, or compute the forward again after it"
             )
-        if not forward.is_in_backward:
-            forward.is_in_backward = True
+        # Another backward through the same forward (retain_graph) begins anew.
+        if forward.backward != self._backward or not forward.awaited:
+            forward.backward, forward.awaited = self._backward, forward.inputs
             self._in_backward[unit] += 1
         unit.use()
         if unit is not self._rest:
@@ -283,8 +300,8 @@ class Streaming:
             self._last.fetch()
 
     def _input_has_gradient(self, forward: _Forward, gradient: torch.Tensor) -> None:
-        forward.inputs -= 1
-        if forward.inputs == 0:
+        forward.awaited -= 1
+        if forward.awaited == 0:
             self._in_backward[forward.unit] -= 1
             self._release_done(forward.unit)
 
@@ -292,7 +309,8 @@ class Streaming:
         """Takes a unit off the device in the backward, if nothing that is still to be computed can need it."""
         # Gradients of inputs alone do not tell: those of parameters may be computed after them, from other parameters.
         # A unit with inputs or parameters that get no gradient in this backward stays until its end.
-        if unit is not self._rest and self._in_backward[unit] <= 0 and not self._awaited.get(unit):
+        is_done = self._in_backward[unit] <= 0 and not self._awaited.get(unit)
+        if is_done and unit is not self._rest and unit not in self._unseen:
             unit.release()
 
 

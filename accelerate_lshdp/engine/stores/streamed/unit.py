@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from accelerate_lshdp.engine.stores.streamed.containers import tensors_in
 from accelerate_lshdp.runtime.option_advice import option_advice
+
+
+#: Attributes that every module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,10 @@ class StreamedUnit:
         self._trains = [master.requires_grad for master in masters]
         self._memory.resize_(0)
         self._slots = slots_of(modules, masters)
+        self._parts = [part for module in modules for part in module.modules()]
         self._arrival: torch.Event | None = None  # of the copy that was queued last
         self._home: torch.Stream | None = None  # the stream that the memory belongs to
+        self._is_ready = False
         self._versions: list[int] | None = None  # of the leaves when the unit began to compute
 
     def _leaf(self, master: nn.Parameter, offset: int, dtype: torch.dtype) -> nn.Parameter:
@@ -92,9 +99,9 @@ class StreamedUnit:
         return nn.Parameter(own, requires_grad=master.requires_grad)
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether the parameters are on the device, or on their way."""
-        return self._arrival is not None
+    def is_ready(self) -> bool:
+        """Whether the parameters are on the device for what the computing stream is given now."""
+        return self._is_ready
 
     @property
     def is_in_use(self) -> bool:
@@ -118,6 +125,7 @@ class StreamedUnit:
         self.fetch()
         current = self._streams.current_stream()
         current.wait_event(self._arrival)
+        self._is_ready = True
         if current != self._home:
             self._bytes.record_stream(current)
         if not self.is_in_use:
@@ -157,6 +165,17 @@ class StreamedUnit:
             if master._backward_hooks is not None and leaf._backward_hooks is not master._backward_hooks:
                 leaf._backward_hooks = master._backward_hooks
 
+    def kept_tensors(self) -> list[torch.Tensor]:
+        """Tensors in attributes of the modules: an auxiliary loss, say, which a forward does not return."""
+        own = (value for part in self._parts for name, value in vars(part).items() if name not in _OF_MODULES)
+        # Not in objects of the script, of which each module may have the same large one (a configuration).
+        plain = (value for value in own if isinstance(value, (torch.Tensor, list, tuple, dict)))
+        return [tensor for value in plain for tensor in tensors_in(value, depth=2)]
+
+    def is_looked_into(self) -> bool:
+        """Whether hooks of the script see outputs inside of the unit, which a loss may use."""
+        return any(part._forward_hooks for part in self._parts if part not in self.modules)
+
     @property
     def memory(self) -> int:
         """What tensors in the unit's memory on the device have as the identity of their storage."""
@@ -171,6 +190,7 @@ class StreamedUnit:
         if not self.is_in_use:
             return
         changed = [leaf._version for leaf in self.leaves] != self._versions
+        changed = changed or any(leaf.untyped_storage()._cdata != self.memory for leaf in self.leaves)
         self._versions = None
         for slot in self._slots:
             slot.module._parameters[slot.name] = self.masters[slot.index]
@@ -191,4 +211,5 @@ class StreamedUnit:
                 # the stream that it belongs to.
                 self._home.wait_event(self._arrival)
                 self._arrival = None
+                self._is_ready = False
                 self._memory.resize_(0)
