@@ -178,15 +178,16 @@ class Profile(Record):
     def shard_groups(self) -> list[list[int]]:
         """The ranks that share one copy of the parameters, group by group, as the engine will form them.
 
-        Nodes with different numbers of ranks have one copy each on CPUs only, where the ranks share memory.
+        Nodes with different numbers of ranks have one copy each where it is in host memory, which the ranks share: on
+        CPUs, and on devices if the strategy keeps it there.
         """
         sizes = self.cluster.node_sizes
         ends = list(accumulate(sizes))
         if self.strategy.is_world_sharded:
             return [list(range(ends[-1]))]
         # Shared memory serves nodes of any size; FSDP2's groups need the same number of ranks on each node.
-        on_cpus = all(node.device == "cpu" for node in self.cluster.nodes)
-        if self.strategy.is_node_sharded and (on_cpus or len(set(sizes)) == 1):
+        in_host_memory = self.strategy.is_offloaded or all(node.device == "cpu" for node in self.cluster.nodes)
+        if self.strategy.is_node_sharded and (in_host_memory or len(set(sizes)) == 1):
             return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         return [[rank] for rank in range(ends[-1])]
 
