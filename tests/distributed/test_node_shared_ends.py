@@ -7,6 +7,8 @@ import mmap
 import os
 import re
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from training_cases import collate
 
 from accelerate_lshdp.engine.stores.shared import memory as node_memory
-from accelerate_lshdp.engine.stores.shared.bucket import SharedBucket
+from accelerate_lshdp.engine.stores.shared.bucket import GradientSource, SharedBucket
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.table import NodeTable
@@ -116,6 +118,40 @@ def test_a_rank_may_end_when_it_has_done_its_part(lonely_rank):
     lonely_rank._wait(lambda: next(looks), "add its gradients")
     with pytest.raises(NodeMemoryError, match="local rank 1 of this node has ended, but was to add its gradients"):
         lonely_rank._wait(lambda: False, "add its gradients")
+
+
+class Slow(GradientSource):
+    def bring(self, noted: object, copied: tuple, summed: tuple) -> None:
+        time.sleep(0.3)
+        super().bring(noted, copied, summed)
+
+
+def test_a_rank_may_end_while_the_next_one_still_adds():
+    """It has added its part, and fails: nobody waits for it, and it is its own error that is to be seen."""
+    layout = Layout()
+    place = layout.place(16)
+    table = NodeTable(2, 1, 1, layout)
+    own, other = socket.socketpair()
+    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {0: own}, 1)
+    table.map(memory)
+    buffer = memory.tensor(place, (4,), torch.float32)
+    reduction = NodeReduction(
+        memory, table, [SharedBucket(buffer, [buffer], 0, None)], WaitClock(), 20.0, source=Slow()
+    )
+    try:
+        reduction.begin()
+        table.entered[0] = table.added[0, 0] = 1
+        other.close()
+        reduction.ready(0, [torch.ones(4)], [True], False)
+        reduction.finish(False, lambda index: None)
+        assert buffer.tolist() == [1.0] * 4
+        # Of a part that the other one has not added, it is.
+        reduction.begin()
+        reduction.ready(0, [torch.ones(4)], [True], False)
+        with pytest.raises(NodeMemoryError, match="local rank 0 of this node has ended, but was to add its gradients"):
+            reduction.finish(False, lambda index: None)
+    finally:
+        reduction.close()
 
 
 class Connections(Dataset):

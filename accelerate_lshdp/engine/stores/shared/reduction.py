@@ -133,7 +133,7 @@ class NodeReduction:
             # Ranks wait for those before them alone, and the first one for its own thread: so this ends, if those
             # before this one need nothing of it until they have handed in all of their buckets.
             with self.clock.waiting():
-                self._wait(lambda: len(self._queue) <= self._most_waiting, "add its gradients")
+                self._wait(lambda: len(self._queue) <= self._most_waiting, "add its gradients", self._held_up_by)
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -147,13 +147,23 @@ class NodeReduction:
         """
         with self.clock.waiting():
             # The thread reads autograd's tensors until then; afterwards .grad is the place of the sum.
-            self._wait(lambda: not self._queue and not self._busy, "add its gradients")
+            self._wait(lambda: not self._queue and not self._busy, "add its gradients", self._held_up_by)
             if not synchronise:
                 return
             for index, bucket in enumerate(self._buckets):
                 if bucket.owner == self._rank:
                     self._finish_owned(index, complete)
             self._wait(lambda: bool((self._table.final >= self._backward).all()), "sum gradients between nodes")
+
+    def _held_up_by(self) -> list[int]:
+        """The ranks of the node whose part this rank's next one comes after, and is not there yet."""
+        # Others may have ended, or failed in what the script does next: they have done what this rank needs of them.
+        if not self._queue:
+            return []
+        first = self._queue[0]
+        if self._rank == 0:
+            return np.flatnonzero(self._table.entered < first.backward).tolist()
+        return np.flatnonzero(self._table.added[: self._rank, first.index] < first.backward).tolist()
 
     def _finish_owned(self, index: int, complete: Callable[[int], None] | None = None) -> None:
         self._wait(lambda: index in self._pending, "add their gradients")
