@@ -14,8 +14,8 @@ import streamed_models as models
 import torch
 import torch.distributed as dist
 import torch_device as device
+from device_training import whole
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate_lshdp import Strategy
 from accelerate_lshdp.documents.plan_sections import Communication
@@ -77,12 +77,6 @@ def reference(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    if isinstance(parameter, DTensor):
-        parameter = parameter.detach().to("emulated").full_tensor()
-    return parameter.detach().cpu().clone()
 
 
 def make_model(case: Case) -> nn.Module:

@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
 
 
 #: Optimizers that torch cannot run on shards, by the name of their class: transformers has an Adafactor, too.
 _WHOLE_PARAMETERS = ("Adafactor", "Rprop", "SparseAdam")
-_INSTEAD = "Use strategy ddp, or on CPUs lsdp with the memory that the ranks of a node share"
+_INSTEAD = "Use strategy ddp, or lsdp with the memory that the ranks of a node share"
 
 
 def check_sharded_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -69,15 +70,6 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
                     f"found sparse=True in {name or 'the model'} ({type(module).__name__}): gradients are summed over "
                     "the ranks as dense tensors. Use sparse=False"
                 )
-
-
-def refuse_gradients_of_gradients() -> None:
-    """Raises RuntimeError if the backward that is under way makes a graph itself; called in the middle of it."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "found gradients of gradients (create_graph=True) of a sharded model: its whole parameters exist for "
-            f"one forward and one backward only. {_INSTEAD}"
-        )
 
 
 def refuse_double_backward(root: FSDPModule) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import FunctionCtx
 
-from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.sliced.operators import is_weight_wanted
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
 
 

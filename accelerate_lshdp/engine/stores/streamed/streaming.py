@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.attachments import Attachments
-from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.streamed.containers import change_tensors, tensors_in
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
 from accelerate_lshdp.runtime.option_advice import option_advice
