@@ -80,6 +80,11 @@ class ShardingPolicies:
         return self.mechanism in (Mechanism.FSDP2, Mechanism.STREAMED)
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether optimizers step parameters in host memory."""
+        return self.strategy.is_offloaded or UnitStore.HOST in self.of_stores
+
+    @property
     def starts_on_host(self) -> bool:
         """Whether a model is placed from host memory, as its units come to the device one by one."""
         return self.casts_itself and self.strategy.is_offloaded

@@ -25,6 +25,7 @@ from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import Mechanism, resolve_policies
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.profiling.subject import Subject, copy_container
+from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -109,6 +110,8 @@ class SingleRankTrainer:
         # Sharding replaces parameters by others of the same name; the optimizer still holds the old ones.
         before = dict(self.model.named_parameters(remove_duplicate=False))
         self._prepared = self._placement.arrange(self.model)
+        if self.device.type != "cpu" and self.policies.is_offloaded:
+            apply_thread_share()  # as a run does
         after = dict(self.model.named_parameters(remove_duplicate=False))
         replaced = {id(parameter): after[name] for name, parameter in before.items() if name in after}
         for group in subject.optimizer.param_groups:

@@ -96,14 +96,9 @@ def apply_cpu_share() -> None:
     A second call changes nothing. Nor is anything changed on systems without ``sched_getaffinity`` (all but Linux),
     and under launchers that do not give a rank its place on the node.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not hasattr(os, "sched_getaffinity") or (local_ranks > 1 and "LOCAL_RANK" not in os.environ):
-        return
-    own, node, quota = allowed_cores(os.sched_getaffinity(0)), cores_of_node(), cpu_quota()
-    share = share_of_rank(node, own, quota, local_rank, local_ranks)
-    defaults = (1, _all_cores() // local_ranks, usable_cores(node, quota) // local_ranks, share.threads)
-    if is_users_choice(os.environ, _launcher_environment(), defaults):
+    local_rank, local_ranks = _place_on_node()
+    share = _open_share(local_rank, local_ranks)
+    if share is None:
         return
     before = torch.get_num_threads()
     if local_ranks == 1 and share.threads == before:
@@ -120,12 +115,46 @@ def apply_cpu_share() -> None:
         except OSError as error:
             place = f" (cores of its own are not possible here: {error})"
     if local_rank == 0 and (place or share.threads != before):
-        ranks = "This rank computes" if local_ranks == 1 else f"Each of this node's {local_ranks} ranks computes"
-        threads = f"{share.threads} thread{'s' if share.threads > 1 else ''}"
-        instead = f" instead of {before}" if share.threads != before else ""
-        logger.warning(
-            f"{ranks} with {threads}{instead}{place}: its share of the CPU. Set {THREADS_VARIABLE} to choose yourself"
-        )
+        _say(share.threads, before, local_ranks, place)
+
+
+def apply_thread_share() -> None:
+    """Lets a rank on a device compute with its share of the node's cores where something is computed on the host.
+
+    As `apply_cpu_share`, but the rank may run on any core: others may be nearer to its device.
+    """
+    local_rank, local_ranks = _place_on_node()
+    share, before = _open_share(local_rank, local_ranks), torch.get_num_threads()
+    if share is None or share.threads == before or str(before) != os.environ.get(THREADS_VARIABLE, str(before)):
+        return  # chosen by the script (torch.set_num_threads), or as it should be
+    torch.set_num_threads(share.threads)
+    if local_rank == 0:
+        _say(share.threads, before, local_ranks, " on the CPU")
+
+
+def _place_on_node() -> tuple[int, int]:
+    """The local rank, and the number of ranks of this node."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("LOCAL_RANK", "0")), int(ranks)
+
+
+def _open_share(local_rank: int, local_ranks: int) -> CpuShare | None:
+    """The share of a rank; None where the user has chosen one, or it is not known."""
+    if not hasattr(os, "sched_getaffinity") or (local_ranks > 1 and "LOCAL_RANK" not in os.environ):
+        return None
+    own, node, quota = allowed_cores(os.sched_getaffinity(0)), cores_of_node(), cpu_quota()
+    share = share_of_rank(node, own, quota, local_rank, local_ranks)
+    defaults = (1, _all_cores() // local_ranks, usable_cores(node, quota) // local_ranks, share.threads)
+    return None if is_users_choice(os.environ, _launcher_environment(), defaults) else share
+
+
+def _say(threads: int, before: int, local_ranks: int, place: str) -> None:
+    ranks = "This rank computes" if local_ranks == 1 else f"Each of this node's {local_ranks} ranks computes"
+    count = f"{threads} thread{'s' if threads > 1 else ''}"
+    instead = f" instead of {before}" if threads != before else ""
+    logger.warning(
+        f"{ranks} with {count}{instead}{place}: its share of the CPU. Set {THREADS_VARIABLE} to choose yourself"
+    )
 
 
 def cores_of_node() -> tuple[tuple[int, ...], ...]:

@@ -125,6 +125,13 @@ def test_no_control_groups_no_quota(tmp_path):
     assert cpu_quota(tmp_path) is None
 
 
+RANK_ON_DEVICE = """
+import json, os, torch
+from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
+apply_thread_share()
+apply_thread_share()
+print(json.dumps([torch.get_num_threads(), sorted(os.sched_getaffinity(0))]))
+"""
 RANK = """
 import json, os, torch
 from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
@@ -152,3 +159,16 @@ def test_a_rank_settles(chosen):
     share = share_of_rank(cores, cores, cpu_quota(), 0, 2)
     assert json.loads(done.stdout) == [share.threads, list(share.cpus), str(share.threads)]
     assert share.cpus and told == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not tell where a process may run")
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_a_rank_on_a_device_takes_threads_and_no_cores(chosen):
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environment.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", **({"OMP_NUM_THREADS": chosen} if chosen else {}))
+    done = subprocess.run(
+        [sys.executable, "-c", RANK_ON_DEVICE], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    cores = allowed_cores(os.sched_getaffinity(0))
+    threads = int(chosen or share_of_rank(cores, cores, cpu_quota(), 0, 2).threads)
+    assert json.loads(done.stdout) == [threads, sorted(os.sched_getaffinity(0))]
