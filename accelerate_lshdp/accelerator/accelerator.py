@@ -577,6 +577,7 @@ class LSHDPAccelerator(Accelerator):
         Raises:
             RuntimeError: on all ranks, if there is no complete checkpoint on any node or its models are others.
         """
+        self.session.engine.give_up_failed_steps()
         load_models(input_dir, [self.unwrap_model(model) for model in self._models], self.node_layout)
         self.session.engine.parameters_loaded()
 

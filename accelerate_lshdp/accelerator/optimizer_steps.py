@@ -73,7 +73,7 @@ class OptimizerSteps:
         if session.world_size > 1:
             self._settle_local_gradients(optimizer)
             self._refuse_gradients_of_one_rank(optimizer)
-        session.engine.hide_gradients_of_others(optimizer)
+        session.engine.hide_gradients_of_others(optimizer, may_be_late=_is_around_step(optimizer))
         session.timer.optimizer_begins()
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,7 +119,7 @@ class OptimizerSteps:
 
     def step_is_over(self) -> None:
         """An optimizer has stepped, or its step has failed."""
-        self._session.engine.restore_groups()
+        self._session.engine.step_is_over()
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer did not step, because gradients have overflowed on some rank."""
@@ -163,6 +163,12 @@ def followers(optimizer: torch.optim.Optimizer) -> Iterator[OptimizerSteps]:
         follower = hook.follower if isinstance(hook, _StepHook) else None
         if follower is not None:
             yield follower
+
+
+def _is_around_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether no hook of the script sees an optimizer between ours before its step and ours after it."""
+    before, after = optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values()
+    return isinstance(next(reversed(before)), _StepHook) and isinstance(next(iter(after)), _StepHook)
 
 
 class PreparedOptimizer(AcceleratedOptimizer):

@@ -101,6 +101,7 @@ def load_run(
 ) -> LoadedCheckpoint:
     """Continues from the newest checkpoint that is complete on some node (collective): see ``load_state``."""
     loaders = positioned_loaders(accelerator)
+    session.engine.give_up_failed_steps()
 
     def run_hooks(reading: str) -> frozenset[int]:
         return run_load_hooks(accelerator._load_model_state_pre_hook.values(), accelerator._models, reading)

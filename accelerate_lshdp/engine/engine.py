@@ -25,6 +25,7 @@ from accelerate_lshdp.engine.stores.shared.ownership import (
     refuse_divided_state,
 )
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
+from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 from accelerate_lshdp.runtime.cpu_memory import give_back_freed_memory, keep_freed_memory
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -100,6 +101,8 @@ class Engine:
             keep_freed_memory(gathers=self.policies.is_sharded)
             # What a model was made of before its parameters moved to shared memory would stay for the whole run.
             give_back_freed_memory()
+        elif self.policies.is_offloaded:
+            apply_thread_share()  # optimizers step on the host
         return prepared
 
     def take_back(self, prepared: PreparedModel, evaluation_mode: bool) -> PreparedModel | None:
@@ -162,6 +165,12 @@ class Engine:
         if self.topology.world_size > 1:
             for prepared in self.models:
                 prepared.statistics.broadcast()
+
+    def give_up_failed_steps(self) -> None:
+        """Lets parameters be read again after a step that has failed, as a checkpoint is about to replace them."""
+        for prepared in self.models:
+            for store in prepared.stores:
+                store.give_up_failed_step()
 
     def parameters_loaded(self) -> None:
         """Says that all ranks have set all parameters to those of a checkpoint."""
@@ -228,29 +237,45 @@ class Engine:
         for prepared in self.models:
             prepared.before_step(stepping)
 
-    def hide_gradients_of_others(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hides from an optimizer the gradients that another rank of the node steps with, until `after_step`."""
+    def hide_gradients_of_others(self, optimizer: torch.optim.Optimizer, may_be_late: bool = True) -> None:
+        """Hides the gradients of parameters from an optimizer that it is not to step, until `after_step`.
+
+        Another rank of the node steps them, or a store does so later.
+
+        Args:
+            optimizer: about to step.
+            may_be_late: whether nothing of the script looks at the step before `after_step`.
+        """
         self._hidden += hide_unowned_gradients(optimizer)
+        for prepared in self.models if may_be_late else ():
+            for parameter in prepared.postpone_step(optimizer):
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares an optimizer's groups for its step, before it looks at them; undone by `restore_groups`."""
-        # Of a step that failed: torch calls nothing then.
+        """Prepares an optimizer's groups for its step, before it looks at them; undone when the step is over."""
+        # The one before may have failed, of which torch says nothing. By now its gradients may be of the past.
         self._hidden = []
-        self.restore_groups()
+        self.step_is_over()
         self._step_groups = LayoutGroups(optimizer)
 
-    def restore_groups(self) -> None:
-        """Gives the optimizer that has stepped, or failed to, its own groups again."""
+    def step_is_over(self) -> None:
+        """Says that an optimizer has stepped, or has failed to: its groups and gradients are whole again."""
+        self._restore_optimizer()
+        for prepared in self.models:
+            prepared.step_is_over()
+
+    def _restore_optimizer(self) -> None:
         if self._step_groups is not None:
             self._step_groups.restore()
             self._step_groups = None
-
-    def after_step(self) -> None:
-        """Says that an optimizer has changed parameters (collective where ranks share them)."""
-        self.restore_groups()
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
+
+    def after_step(self) -> None:
+        """Says that an optimizer has changed parameters (collective where ranks share them)."""
+        self._restore_optimizer()
         for prepared in self.models:
             prepared.after_step()
 

@@ -287,6 +287,15 @@ class PreparedModel:
         for store in self.stores:
             store.before_step(stepping)
 
+    def postpone_step(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Takes over the step of some parameters; see `Store.postpone_step`."""
+        return [parameter for store in self.stores for parameter in store.postpone_step(optimizer)]
+
+    def step_is_over(self) -> None:
+        """Takes note that an optimizer has stepped, or has raised an error instead."""
+        for store in self.stores:
+            store.step_is_over()
+
     def after_step(self) -> None:
         """Lets other ranks go on, as an optimizer has changed the parameters (collective where ranks share them)."""
         for store in self.stores:

@@ -161,6 +161,22 @@ class Store(ABC):
         """
         return
 
+    def postpone_step(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Takes over the step of some parameters with a gradient, to be made after `after_step`.
+
+        Args:
+            optimizer: about to step, after `before_step`; it is not to step those that are returned.
+        """
+        return []
+
+    def step_is_over(self) -> None:
+        """Takes note that an optimizer has stepped, or has raised an error instead."""
+        return
+
+    def give_up_failed_step(self) -> None:
+        """Lets parameters be read again after a step that has failed, as they are about to be replaced."""
+        return
+
     def after_step(self) -> None:
         """Lets other ranks go on, as an optimizer has changed the parameters (collective where ranks share them)."""
         return

@@ -99,3 +99,63 @@ def evaluated() -> dict[str, Any]:
     expected.load_state_dict(weights)
     closed = (alone - expected(batch["pixel_values"]).logits).abs().max().item()
     return {"differences": differences, "closed": closed, "races": device.races()}
+
+
+def statistics(strategy: str, delays: dict[str, float]) -> tuple[float, float]:
+    """The seconds that this rank has computed and waited, where the device takes long for what is given."""
+    on_emulated_device()
+    case = CASES["vit"]
+    run = prepared(Plan.from_batch_sizes((2, 2), strategy=strategy), case.model(2), case.dataset(24, torch.float32))
+    accelerator, model, optimizer, loader = run
+    device.configure(**delays)
+    for own in loader:
+        accelerator.backward(case.loss(model, own))
+        optimizer.step()
+        optimizer.zero_grad()
+    device.configure()
+    found, rank = accelerator.step_statistics, accelerator.process_index
+    return found.compute_seconds[rank], found.wait_seconds[rank]
+
+
+def _fail_once(optimizer: torch.optim.Optimizer) -> None:
+    """Lets the next step of an optimizer raise an error before it changes anything."""
+
+    def fail(*_: Any) -> None:
+        del optimizer._init_group  # the class has it, too
+        raise ValueError("out of memory, say")
+
+    optimizer._init_group = fail
+
+
+def steps_with(how: str) -> dict[str, Any]:
+    """What becomes of steps that hooks of the script look at, or that fail and are made again.
+
+    Returns:
+        Whether the last step was late, what a hook has seen, and the parameters.
+    """
+    on_emulated_device()
+    case, seen = CASES["vit"], []
+    model = case.model(2)
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes((4,), strategy="lsdp"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weight = model.classifier.weight
+    if how == "hook after the step":
+        before = weight.detach().clone()
+        optimizer.register_step_post_hook(lambda *_: seen.append(not torch.equal(weight.detach(), before)))
+    loader = DataLoader(case.dataset(16, torch.float32), batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if how == "hook before the step":
+        optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad is not None))
+    for number, own in enumerate(loader):
+        accelerator.backward(case.loss(model, own))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if how == "failure" and number == 1:
+            _fail_once(optimizer.optimizer)
+            try:
+                optimizer.step()
+            except ValueError:
+                seen.append(weight.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+    late = accelerator.session.engine.models[0].stores[0]._late.is_pending
+    return {"late": late, "seen": seen, "parameters": [p.detach().clone() for p in model.parameters()]}

@@ -239,6 +239,43 @@ class LookedInto(Plain):
         return found + sum(each.square().mean() for each in self.seen)
 
 
+class Skipping(Plain):
+    """Every second forward leaves the last block out, which is on its way to the device by then."""
+
+    calls = 0
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.embed(tokens)
+        for block in self.blocks[: len(self.blocks) - (self.calls + 1) % 2]:
+            x = block(x)
+        return x
+
+
+class OnStreams(Plain):
+    """Two branches that compute in streams of their own, where the device has some."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        if x.device.type == "cpu":
+            return self.blocks[2](self.blocks[0](x)) + self.blocks[1](x)
+        streams = torch.get_device_module(x.device)
+        before = streams.current_stream()
+        if not hasattr(self, "sides"):
+            self.sides = [streams.Stream(x.device) for _ in range(2)]
+        branches: list[torch.Tensor] = [x, x]
+        for side in self.sides:
+            side.wait_stream(before)
+            x.record_stream(side)
+        for number, block in ((0, self.blocks[0]), (1, self.blocks[1]), (0, self.blocks[2])):
+            with streams.stream(self.sides[number]):
+                branches[number] = block(branches[number])
+        for side, branch in zip(self.sides, branches, strict=True):
+            before.wait_stream(side)
+            branch.record_stream(before)
+        return branches[0] + branches[1]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
@@ -257,6 +294,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         Unused,
         HiddenLoss,
         LookedInto,
+        Skipping,
+        OnStreams,
     )
 }
 

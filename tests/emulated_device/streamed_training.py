@@ -47,6 +47,8 @@ class Case:
         pairs: whether each backward is that of two forwards.
         delays: of the device.
         ahead: units fetched ahead.
+        samples: of a global micro-batch.
+        evaluates: whether the model is evaluated between the backward and the step.
     """
 
     model: str = "Plain"
@@ -58,6 +60,8 @@ class Case:
     pairs: bool = False
     delays: tuple[tuple[str, float], ...] = ()
     ahead: int = 1
+    samples: int = 12
+    evaluates: bool = False
 
 
 def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -65,7 +69,18 @@ def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def micro_batch(case: Case, step: int, number: int) -> torch.Tensor:
-    return models.batch(step * case.accumulation + number)
+    return models.batch(step * case.accumulation + number, case.samples)
+
+
+def evaluate(case: Case, model: nn.Module, tokens: torch.Tensor) -> None:
+    """A forward without a backward, if the case has them, and work in memory as large as blocks."""
+    if case.evaluates:
+        with torch.no_grad():
+            model(tokens)
+        size = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        # In the memory of all of them, whichever the device gives first.
+        made = [torch.ones(size, dtype=torch.float64, device=tokens.device) for _ in model.blocks]
+        torch._foreach_add_(made, 1.0)
 
 
 def reference(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,6 +88,7 @@ def reference(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         for number in range(case.accumulation):
             (loss_of(case, model, micro_batch(case, step, number)) / case.accumulation).backward()
+        evaluate(case, model, micro_batch(case, step, 0))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -128,6 +144,7 @@ def run(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
             loss = loss_of(case, model, tokens) / dist.get_world_size() / case.accumulation * engine.loss_multiplier
             backward(prepared, loss, synchronise=number == case.accumulation - 1)
             prepared.drop_unused(_used_anywhere(prepared))
+        evaluate(case, model, tokens)
         clip_grad_norm(model.parameters(), 1.0)
         engine.before_step()
         engine.hide_gradients_of_others(optimizer)
@@ -153,7 +170,9 @@ def train(case: Case) -> dict[str, Any]:
     races, counts = device.races(), device.counts()
     device.configure()
     error = max((found[name] - expected[name]).abs().max().item() for name in expected)
-    return {"error": error, "races": races, "counts": counts, "bytes": bytes_of(model, case)}
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    gradients = {"gradients": len(sizes), "gradient_bytes": 4 * sum(sizes)}
+    return {"error": error, "races": races, "counts": counts, "bytes": bytes_of(model, case), **gradients}
 
 
 def bytes_of(model: nn.Module, case: Case) -> int:

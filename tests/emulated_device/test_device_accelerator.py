@@ -94,3 +94,31 @@ def test_evaluations_and_closing_have_the_weights_of_the_last_step(on_device: Ca
         assert max(found["differences"]) < 1e-12
         assert found["closed"] < 1e-12
         assert found["races"] == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "delays"),
+    [("ddp", {"collective_delay": 1.0}), ("lsdp", {"to_host": 5e4})],
+    ids=["collectives", "copies to the host"],
+)
+def test_what_a_device_waits_for_is_no_computing(
+    on_device: Callable[..., list], strategy: str, delays: dict[str, float]
+) -> None:
+    for computed, waited in on_device(
+        "accelerator_training", "statistics", strategy, delays, ranks=2, nodes=(1, 1), timeout=100
+    ):
+        assert computed < 0.5 < 0.9 < waited
+
+
+@pytest.mark.parametrize(
+    ("how", "late", "times"),
+    [("hook after the step", False, 4), ("hook before the step", False, 4), ("failure", True, 1)],
+)
+def test_a_step_is_what_hooks_and_second_tries_expect(
+    on_device: Callable[..., list], how: str, late: bool, times: int
+) -> None:
+    (plain,) = on_device("accelerator_training", "steps_with", "nothing")
+    (found,) = on_device("accelerator_training", "steps_with", how)
+    assert plain["late"] and found["late"] == late
+    assert found["seen"] == [True] * times
+    assert all((one == other).all() for one, other in zip(found["parameters"], plain["parameters"], strict=True))

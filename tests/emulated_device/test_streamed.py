@@ -35,6 +35,8 @@ MODELS = (
     "Unused",
     "HiddenLoss",
     "LookedInto",
+    "Skipping",
+    "OnStreams",
 )
 
 
@@ -84,7 +86,10 @@ def test_bytes_of_a_step(on_device: Callable[..., list], precision: str) -> None
     steps, counts = 3, found["counts"]
     # Forward and backward; the rest of the model stays. Batches are small beside it.
     assert counts["to_device_bytes"] <= steps * (2 * found["bytes"] + 4096)
+    assert counts["to_host_bytes"] <= steps * found["gradient_bytes"] + 4096
     assert counts["pageable_copies"] <= 2 * steps  # the batches
+    # At most one for each gradient (one a bucket, and these are small), and those of batches and of the end.
+    assert counts["host_synchronisations"] <= steps * (found["gradients"] + 4) + 4
 
 
 def test_the_thread_of_a_node_has_groups_of_its_own(on_device: Callable[..., list]) -> None:

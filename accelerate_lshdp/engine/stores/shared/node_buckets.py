@@ -23,6 +23,7 @@ class NodeBuckets:
         members: of each bucket, the parameters whose gradients lie in it one after the other.
         layout: gets places for the buckets and for the table of the node.
         numbers: how many numbers the ranks of the node exchange at once.
+        parts: of the model that are stepped one after the other.
 
     Attributes:
         table: of the node's progress; `map` maps it.
@@ -35,12 +36,13 @@ class NodeBuckets:
         layout: Layout,
         *,
         numbers: int = 0,
+        parts: int = 0,
     ) -> None:
         self._topology = topology
         self._members = members
         self._sizes = [sum(p.numel() * p.dtype.itemsize for p in bucket) for bucket in members]
         self._places = [layout.place(size) for size in self._sizes]
-        self.table = NodeTable(len(topology.node_groups[topology.node]), len(members), numbers, layout)
+        self.table = NodeTable(len(topology.node_groups[topology.node]), len(members), numbers, layout, parts)
 
     def map(
         self,

@@ -52,6 +52,7 @@ class NodeReduction:
         source: how gradients come into the buckets.
 
     Attributes:
+        beside: a thread that makes an optimizer's step, if there is one.
         changes: how often all ranks of the node have changed their gradients together, by clipping.
     """
 
@@ -69,6 +70,7 @@ class NodeReduction:
         self._most_waiting: int | None = None
         self.timeout_seconds = timeout_seconds
         self.changes = 0
+        self.beside: threading.Thread | None = None
         self._memory = memory
         self._table = table
         self._buckets = buckets
@@ -253,10 +255,60 @@ class NodeReduction:
         self.barrier(BarrierPurpose.CLIPPING)
         return row.copy()
 
+    # An optimizer's step that is made part by part, by any thread of this rank
+
+    def publish_step(self, parts: int | slice, step: int) -> None:
+        """Says that this rank has stepped its parameters of some parts of the model."""
+        self._publish(self._table.stepped, (self._rank, parts), step)
+        with self._changed:
+            self._changed.notify_all()
+
+    def publish_broken_step(self, step: int) -> None:
+        """Says that this rank has failed to make a step."""
+        self._publish(self._table.broken, self._rank, step)
+        with self._changed:
+            self._changed.notify_all()
+
+    def has_stepped(self, parts: int | slice, step: int) -> bool:
+        """Whether all ranks of the node have stepped their parameters of some parts."""
+        made = bool((self._table.stepped[:, parts] >= step).all())
+        if made:
+            self._fence()  # what is read now is read after that
+        return made
+
+    def wait_for_step(self, parts: int | slice, step: int, failed: Callable[[], bool]) -> None:
+        """Waits until all ranks of the node have stepped their parameters of some parts, or this one has ``failed``.
+
+        Raises:
+            RuntimeError: another rank has gone, failed, or did not come in time.
+        """
+        stepped = self._table.stepped[:, parts].reshape(self._memory.size, -1)  # a view, as all of them are columns
+        broken = self._table.broken
+        with self.clock.waiting():
+            self._wait(
+                lambda: failed() or self.has_stepped(parts, step) or bool((broken >= step).any()),
+                "make the optimizer's step",
+                lambda: np.flatnonzero((stepped < step).any(axis=1)).tolist(),
+            )
+        others = np.flatnonzero(broken >= step)
+        if others.size and not failed() and not self.has_stepped(parts, step):
+            raise RuntimeError(
+                f"the optimizer's step of local rank {others[0]} of this node failed, and this rank needs the "
+                "parameters that it steps; its own output says why"
+            )
+
+    def join_beside(self) -> None:
+        """Waits until the thread has ended that steps parameters."""
+        thread = self.beside
+        # Not one that could not be started; nor does a thread wait for itself, if it drops what is the last reference.
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+            thread.join()
+
     def close(self) -> None:
         """Ends the thread."""
         if os.getpid() != self._process:
             return  # a copy in a forked process, which has no thread but may have its lock
+        self.join_beside()  # others wait for what it still publishes
         with self._changed:
             self._closed = True
         # The last reference to a model may be dropped in the thread, which cannot wait for its own end.

@@ -115,7 +115,7 @@ class SharedStore(Store):
         places = self._place_parameters(layout)
         parameter_bytes = layout.bytes
         members = [[self._parameters[index] for index in bucket] for bucket in self._layout]
-        made = NodeBuckets(topology, members, layout, numbers=len(self._parameters))
+        made = NodeBuckets(topology, members, layout, numbers=len(self._parameters), parts=self._stepped_parts())
         self._place_beside(layout, topology)
         memory = NodeMemory.create(topology, layout.bytes)
         with torch.no_grad():
@@ -155,6 +155,10 @@ class SharedStore(Store):
     def _place_parameters(self, layout: Layout) -> list[int]:
         """Reserves places for all parameters, and nothing else; in the order of ``_everything``."""
         return [layout.place(parameter.numel() * parameter.dtype.itemsize) for parameter in self._everything]
+
+    def _stepped_parts(self) -> int:
+        """The number of parts of the model that are stepped one after the other; 0: all together."""
+        return 0
 
     def _place_beside(self, layout: Layout, topology: Topology) -> None:
         """Reserves places for what else the ranks of the node share."""

@@ -26,14 +26,23 @@ class DeviceGradients(GradientSource):
         self._streams = torch.get_device_module(device)
         self._stream = self._streams.Stream(device)
         self._staging = staging
+        self._computing: dict[torch.Stream, None] = {}  # that have computed gradients of this backward
 
-    def note(self) -> torch.Event:
-        # The stream of autograd's hook, on which the gradients of the bucket have been computed.
-        return self._streams.current_stream().record_event()
+    def begin(self) -> None:
+        """Takes note that a backward begins."""
+        self._computing.clear()
+
+    def computed_here(self) -> None:
+        """Takes note that a gradient is computed in the current stream, which is that of autograd's hook."""
+        self._computing[self._streams.current_stream()] = None
+
+    def note(self) -> list[torch.Event]:
+        # All of them: those of one bucket may come from branches that the script computes in streams of their own.
+        return [stream.record_event() for stream in {**self._computing, self._streams.current_stream(): None}]
 
     def bring(
         self,
-        noted: torch.Event,
+        noted: Sequence[torch.Event],
         copied: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
         summed: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     ) -> None:
@@ -45,13 +54,14 @@ class DeviceGradients(GradientSource):
             self._copy(noted, [(place, gradient) for place, (_, gradient) in zip(places, batch, strict=True)])
             torch._foreach_add_([view for view, _ in batch], places)
 
-    def _copy(self, noted: torch.Event, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _copy(self, noted: Sequence[torch.Event], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies from the device, and waits for it."""
         if not pairs:
             return
         kept = []
         with self._streams.stream(self._stream):
-            self._stream.wait_event(noted)
+            for event in noted:
+                self._stream.wait_event(event)
             for target, gradient in pairs:
                 # Made fp32 on the device, which takes no time beside the copy, and then no processor has to do it.
                 kept.append(gradient.to(target.dtype))

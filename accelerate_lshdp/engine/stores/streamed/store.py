@@ -7,7 +7,8 @@ it computes, and dropped after it (`Streaming`). Its gradients are copied to the
 added there over the ranks of the node, and summed between nodes.
 
 Where the units compute in lower precision, a copy of the parameters in it lies beside them, so that half as much is
-copied to the device. Each rank brings those up to date that it has stepped.
+copied to the device. Each rank brings those up to date that it has stepped, which it does late where it can
+(`LateStep`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.module_state import change, is_noop_conversion
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
-from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.streamed.gradients import DeviceGradients
+from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
 from accelerate_lshdp.engine.stores.streamed.pinning import register_with_device
 from accelerate_lshdp.engine.stores.streamed.streaming import Streaming
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
@@ -101,6 +102,9 @@ class StreamedStore(SharedStore):
                 rest.pop(index, None)
         return [*members, list(rest)]
 
+    def _stepped_parts(self) -> int:
+        return len(self._members)
+
     def _place_beside(self, layout: Layout, topology: Topology) -> None:
         if any(self._computed_dtype(parameter) != parameter.dtype for parameter in self._everything):
             self._sources = {
@@ -132,7 +136,8 @@ class StreamedStore(SharedStore):
             }
             if memory.local_rank == 0:
                 self._cast(masters, self._casts)
-        return DeviceGradients(self._device, self._bytes[self._staging])
+        self._arriving = DeviceGradients(self._device, self._bytes[self._staging])
+        return self._arriving
 
     def _make_leaves(self) -> list[torch.Tensor]:
         copies = torch.get_device_module(self._device).Stream(self._device)
@@ -147,9 +152,11 @@ class StreamedStore(SharedStore):
             places = list(zip(offsets, dtypes, strict=True))
             units.append(StreamedUnit(modules, masters, source, places, self._device, copies))
         self._copies = copies
+        self._late = self._make_late_step()
         self._streaming = Streaming(
             units,
             self._device,
+            late=self._late,
             ahead=self._ahead,
             compute_dtype=self._compute_dtype,
             output_dtype=self._output_dtype,
@@ -162,14 +169,15 @@ class StreamedStore(SharedStore):
         leaves = [unit.leaves[place] for unit, place in self._place_in_unit]
         self._master_of = {id(leaf): master for leaf, master in zip(leaves, self._parameters, strict=True)}
         self._leaves = leaves
-        self._ids = {id(parameter) for parameter in self._everything}
         self._are_stepped = False
+        self._ids = {id(parameter) for parameter in self._everything}
         self.context.attachments.at_removal(self._stop_reading)
         for master in self._parameters:
             self.context.attachments.add(master.register_post_accumulate_grad_hook(_refuse_gradient_of_master))
-        streaming = self._streaming
+        streaming, late = self._streaming, self._late
 
         def before_state_dict(*_: Any) -> None:
+            late.settle()
             streaming.give_back()
 
         for module in self.module.modules():
@@ -178,6 +186,28 @@ class StreamedStore(SharedStore):
                 # cuDNN's own memory for all weights would take those on the device away from the unit.
                 change(module, "flatten_parameters", _leave_apart, self.context.attachments)
         return leaves
+
+    def _make_late_step(self) -> LateStep:
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        trained = {index: places[id(p)] for index, p in enumerate(self._everything) if id(p) in places}
+        parts = [[trained[index] for index in members if index in trained] for members in self._members]
+        owned = [place for place in trained.values() if self._owns(place)]
+        # Lists of tensors, and not this store, which a step that is under way would keep alive.
+        casts = {
+            place: (self._casts[index], self._everything[index].detach())
+            for index, place in trained.items()
+            if index in self._casts
+        }
+        return LateStep(
+            parts,
+            owned,
+            self._parameters,
+            [self._views[place] for place in range(len(self._parameters))],
+            finish=functools.partial(_cast_some, casts),
+            settled=self._watch.note,
+            reduction=self._reduction,
+            device=self._device,
+        )
 
     def gradient_leaves(self) -> Iterator[torch.Tensor]:
         yield from self._leaves
@@ -197,12 +227,15 @@ class StreamedStore(SharedStore):
     # One backward
 
     def begin(self, synchronise: bool) -> None:
+        self._late.settle()  # it reads gradients where this backward writes its own
         for leaf in self._leaves:
             leaf.grad = None  # of a backward of the script's own
         self._streaming.backward_begins()
+        self._arriving.begin()
         super().begin(synchronise)
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
+        self._arriving.computed_here()
         super()._take(index, parameter)
         self._streaming.gradient_came(*self._place_in_unit[index])
 
@@ -222,32 +255,51 @@ class StreamedStore(SharedStore):
 
     # What changes the parameters
 
+    def forward_begins(self) -> None:
+        if not self._late.is_pending:  # else they are being changed
+            super().forward_begins()
+
     def before_step(self, stepping: Collection[int] | None = None) -> None:
+        self._late.settle()
+        # The same on all ranks, so those of the node wait for each other's steps or do not.
         self._are_stepped = stepping is None or not self._ids.isdisjoint(stepping)
         if self._are_stepped:
             # Before the other ranks are told that this one is done with the parameters as they are: the device reads
             # them as long as copies are under way.
             self._stop_reading()
         super().before_step(stepping)
+        if self._are_stepped:
+            self._late.begins()
+
+    def postpone_step(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        return [self._parameters[index] for index in self._late.postpone(optimizer)]
 
     def after_step(self) -> None:
+        # Not a barrier, as in memory that is computed with: each unit waits for the ranks that have stepped it.
         if self._are_stepped:
-            owned = [index for index, parameter in enumerate(self._everything) if self._is_owned(parameter)]
-            self._cast(self._everything, {index: self._casts[index] for index in owned if index in self._casts})
-        super().after_step()
+            self._samples = None
+            self._late.ends(self._streaming.order())
 
-    @staticmethod
-    def _is_owned(parameter: nn.Parameter) -> bool:
-        ownership = NodeOwnership.of(parameter)
-        return ownership is not None and ownership.owned
+    def step_is_over(self) -> None:
+        self._late.is_over()
+
+    def give_up_failed_step(self) -> None:
+        self._late.settle_or_give_up()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
         self._stop_reading()
         super().loading_begins(state)
 
     def _stop_reading(self) -> None:
+        self._late.settle_or_give_up()
         self._streaming.parameters_change()
         self._copies.synchronize()
+
+    def close(self) -> None:
+        try:
+            self._late.settle_or_give_up()
+        finally:
+            super().close()
 
     def parameters_loaded(self) -> None:
         # All of them, by each rank: it has set them itself, and others to the same values.
@@ -260,6 +312,13 @@ class StreamedStore(SharedStore):
         """Brings copies in the precision of the units up to date."""
         if casts:
             torch._foreach_copy_(list(casts.values()), [masters[index].detach() for index in casts])
+
+
+@torch.no_grad()
+def _cast_some(casts: Mapping[int, tuple[torch.Tensor, torch.Tensor]], indices: Sequence[int]) -> None:
+    pairs = [casts[index] for index in indices if index in casts]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _bytes_of(parameter: torch.Tensor) -> int:

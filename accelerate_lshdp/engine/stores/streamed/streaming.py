@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.streamed.containers import change_tensors, tensors_in
+from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
 from accelerate_lshdp.runtime.option_advice import option_advice
 
@@ -52,13 +53,14 @@ class Streaming:
     """Brings units to the device before they compute, and takes them off it after that.
 
     A unit is on the device during its forward, and from the moment in which the gradient of one of its outputs is
-    there until those of its inputs and parameters are. While one computes, those that came after it in the last pass
-    are copied. The rest of the model stays on the device from the beginning of its forward to the end of the backward:
-    its forward is around those of all units.
+    there until those of its inputs and parameters are; the last one stays from its forward to its backward. While one
+    computes, those that came after it in the last pass are copied. The rest of the model stays on the device from the
+    beginning of its forward to the end of the backward: its forward is around those of all units.
 
     Args:
         units: of the model, in the order of registration; the last one is the rest, with the model as its module.
         device: where they compute.
+        late: the optimizer's step, whose parts are the units.
         ahead: number of units that are copied while one computes.
         compute_dtype: that floating-point inputs of units are cast to, None: as they are.
         output_dtype: that floating-point outputs of the model are cast to, None: as they are.
@@ -71,6 +73,7 @@ class Streaming:
         units: Sequence[StreamedUnit],
         device: torch.device,
         *,
+        late: LateStep,
         ahead: int,
         compute_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
@@ -80,6 +83,8 @@ class Streaming:
         self._units = list(units)
         self._rest = self._units[-1]
         self._device = device
+        self._late = late
+        self._numbers = {unit: number for number, unit in enumerate(self._units)}
         self._memories = {unit.memory for unit in self._units}
         self._ahead = ahead
         self._compute_dtype = compute_dtype
@@ -117,6 +122,16 @@ class Streaming:
         )
 
     # What the store says
+
+    def order(self) -> list[int]:
+        """The numbers of all units in the order in which a forward needs them, as far as that is known."""
+        # What comes before all others, and in the end what no forward has used after another one.
+        order = [self._rest]
+        unit = next((unit for unit in self._units[:-1] if unit not in self._before), None)
+        while unit is not None and unit not in order:
+            order.append(unit)
+            unit = self._after.get(unit)
+        return [self._numbers[unit] for unit in dict.fromkeys([*order, *self._units])]
 
     def parameters_change(self) -> None:
         """Takes note that parameters are about to be changed: what is on the device is of no use any more."""
@@ -178,6 +193,7 @@ class Streaming:
     def _forward_begins(
         self, unit: StreamedUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._late.wait_for(self._numbers[unit])
         unit.use()
         if unit is not self._rest:
             if _is_in_autograd():  # activations are computed again
@@ -201,7 +217,11 @@ class Streaming:
             next_unit = following.get(unit)
             if next_unit is None:
                 return
-            next_unit.fetch()
+            if self._late.is_made(self._numbers[next_unit]):
+                next_unit.fetch()
+            else:
+                # Copied when it is needed: whoever waited here would keep the device from what it can compute before.
+                next_unit.reserve()
             unit = next_unit
 
     def _prepare_input(self, forward: _Forward, tensor: torch.Tensor, stays: bool) -> torch.Tensor:
@@ -242,8 +262,9 @@ class Streaming:
             return output
         if torch.is_grad_enabled() and not can_be_seen:
             self._unseen[unit] += 1
-        # What is in no unit is needed from the beginning of the backward on.
-        unit.put_aside() if unit is self._rest or unit in self._unseen else unit.release()
+        # What is in no unit is needed from the beginning of the backward on, and soon after it what came last.
+        is_next = torch.is_grad_enabled() and unit is self._last
+        unit.put_aside() if unit is self._rest or is_next or unit in self._unseen else unit.release()
         return output
 
     def _cast(self, output: Any) -> Any:

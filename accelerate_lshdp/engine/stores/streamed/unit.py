@@ -85,6 +85,7 @@ class StreamedUnit:
         self._memory.resize_(0)
         self._slots = slots_of(modules, masters)
         self._parts = [part for module in modules for part in module.modules()]
+        self._is_free: torch.Event | None = None  # when the memory may be written to
         self._arrival: torch.Event | None = None  # of the copy that was queued last
         self._home: torch.Stream | None = None  # the stream that the memory belongs to
         self._is_ready = False
@@ -108,15 +109,21 @@ class StreamedUnit:
         """Whether its modules have the tensors of the device as their parameters."""
         return self._versions is not None
 
+    def reserve(self) -> None:
+        """Takes memory of the device, if there is none yet: what is queued from now on does not hold up the copy."""
+        if self._is_free is None:
+            self._home = self._streams.current_stream()
+            self._memory.resize_(self._bytes.numel())
+            # The memory may be what the computing stream has used for something else until now.
+            self._is_free = self._home.record_event()
+
     def fetch(self) -> None:
         """Queues the copy to the device, if it is not there or on its way."""
         if self._arrival is not None:
             return
-        self._home = self._streams.current_stream()
-        self._memory.resize_(self._bytes.numel())
-        # The memory may be what the computing stream has used for something else until now.
-        self._copies.wait_stream(self._home)
+        self.reserve()
         with self._streams.stream(self._copies):
+            self._copies.wait_event(self._is_free)
             self._bytes.copy_(self._source, non_blocking=True)
             self._arrival = self._copies.record_event()
 
@@ -210,6 +217,7 @@ class StreamedUnit:
                 # A unit that was fetched and not used: its copy must not write to what the memory is used for next, by
                 # the stream that it belongs to.
                 self._home.wait_event(self._arrival)
-                self._arrival = None
+            if self._is_free is not None:
+                self._arrival = self._is_free = None
                 self._is_ready = False
                 self._memory.resize_(0)
