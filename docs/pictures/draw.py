@@ -6,6 +6,7 @@ Their numbers are those of commands, kept beside this file:
     accelerate-lshdp quickstart --output-dir outputs/quickstart        its lshdp_plan.json is quickstart_plan.json
     accelerate-lshdp estimate --model gpt2-medium --cluster docs/pictures/cluster.yaml --sequence-length 256 \\
         --json docs/pictures/estimate.json
+    python benchmarks/overlap.py --timeline docs/pictures/streamed_step.json
 
 and of the code that trains: how a global batch is cut, and which ranks share a copy of the parameters.
 """
@@ -167,11 +168,46 @@ def draw_network() -> Any:
     return figure
 
 
+#: Of the timeline of a streamed step: what is done, where, and its colour.
+STREAMED = {
+    "optimizer": ("host: optimizer", GREY),
+    "to the device": ("copies to the GPU", BLUE),
+    "forward": ("GPU", GREEN),
+    "backward": ("GPU", ORANGE),
+    "to the host": ("gradients to the host", PALETTE[3]),
+}
+
+
+def draw_streamed() -> Any:
+    """A step whose parameters are streamed, as it was recorded."""
+    document = json.loads((HERE / "streamed_step.json").read_text(encoding="utf-8"))
+    figure = new_figure(11, 3.4)
+    axes = figure.subplots()
+    places = list(dict.fromkeys(label for label, _ in STREAMED.values()))
+    for lane, (label, colour) in STREAMED.items():
+        low = -places.index(label)
+        for block, begin, end in document["lanes"][lane]:
+            axes.barh(low, end - begin, 0.7, left=begin, color=colour, edgecolor="white")
+            if block >= 0:
+                axes.text((begin + end) / 2, low, str(block), ha="center", va="center", fontsize=9)
+    axes.set_yticks(range(0, -len(places), -1), places)
+    axes.set_xlabel("seconds")
+    axes.set_xlim(0, document["seconds"])
+    hide_frame(axes)
+    handles = [axes.bar(0, 0, color=STREAMED[lane][1]) for lane in ("forward", "backward")]
+    figure.legend(handles, ["forward", "backward"], loc="outside lower right", ncols=2, frameon=False)
+    figure.suptitle(
+        "A step of eight blocks: copies and the optimizer's step run beside the GPU", weight="bold", size=12
+    )
+    return figure
+
+
 PICTURES = {
     "cut.png": draw_cut,
     "planning.png": draw_planning,
     "placement.png": draw_placement,
     "network.png": draw_network,
+    "streamed.png": draw_streamed,
 }
 
 
