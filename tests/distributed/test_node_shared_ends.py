@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import re
@@ -167,6 +168,7 @@ class Connections(Dataset):
 
 
 def train_with_loading_processes() -> list[float]:
+    gc.collect()  # models of cases before this one, in this process, and their connections
     accelerator, model, optimizer, _ = start()
     loader = accelerator.prepare(DataLoader(Connections(), batch_size=1, collate_fn=collate, num_workers=1))
     seen = []

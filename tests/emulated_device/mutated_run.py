@@ -1,0 +1,123 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""A rank that trains on the emulated device with one statement of the engine left out.
+
+    python mutated_run.py RANK RANKS STORE FILE NUMBER
+
+The statement is the one of that number among those of `sites`. What is found goes to standard output, the first thing
+that shows that something is missing: a race, another result, or an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType
+
+
+_TESTS = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2] / "accelerate_lshdp"
+_WAITS = ("wait_stream", "wait_event", "record_stream", "synchronize")
+
+
+def sites(path: Path) -> list[ast.Expr]:
+    """The statements of a file that let one stream, or the host, wait for another, or keep memory for one."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if _waits(node)]
+
+
+def _waits(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr in _WAITS
+    )
+
+
+class _Leaver(ast.NodeTransformer):
+    """Puts ``pass`` in the place of one statement."""
+
+    def __init__(self, left_out: ast.Expr) -> None:
+        self.place = left_out.lineno
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return ast.copy_location(ast.Pass(), node) if _waits(node) and node.lineno == self.place else node
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, number: int) -> None:
+        super().__init__(name, path)
+        self._number = number
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.path)
+        tree = _Leaver(sites(path)[self._number]).visit(ast.parse(path.read_text()))
+        return compile(tree, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, path: Path, number: int) -> None:
+        self._path, self._number = path, number
+        self._name = ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts)
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        loader = _Loader(name, str(self._path), self._number)
+        return importlib.machinery.ModuleSpec(name, loader, origin=str(self._path))
+
+
+def found_by_training(ranks: int) -> str | None:
+    """What the first training says of all in which something is wrong; None if all are as they should be."""
+    import streamed_training
+    import torch_device as device
+    from streamed_training import Case
+
+    device.join_device_world()
+    device.join_device_world = lambda: None  # one world for all of them
+    slow = (("copy_delay", 0.004), ("to_device", 1e8), ("to_host", 1e8))
+    late = (("compute_delay", 0.0005),)
+    # With ten samples, activations are large enough to get the memory of a block that was dropped.
+    shapes = [
+        Case(model="Plain", delays=slow),
+        Case(model="Plain", delays=late),
+        Case(model="Skipping", delays=slow, samples=10, evaluates=True),
+        Case(model="OnStreams", delays=late, samples=10),
+    ]
+    for shape in shapes:
+        for nodes in ((ranks,), (1,) * ranks):
+            device.reset()
+            case = replace(shape, nodes=nodes)
+            try:
+                found = streamed_training.train(case)
+            except Exception as error:  # whatever is wrong shows
+                return f"{case}: {type(error).__name__}: {error}"
+            if found["races"] or not found["error"] < 1e-12:
+                return f"{case}: error {found['error']}, {found['races'][:1]}"
+    return None
+
+
+def main() -> None:
+    rank, ranks, store, path, number = sys.argv[1:]
+    sys.path[:0] = [str(_TESTS / "emulated_device"), str(_TESTS / "distributed"), str(_TESTS), str(_PACKAGE.parent)]
+    if int(number) >= 0:
+        sys.meta_path.insert(0, _Finder(_PACKAGE / path, int(number)))
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, int(ranks)),
+        rank=int(rank),
+        world_size=int(ranks),
+        timeout=timedelta(seconds=20),
+    )
+    print(json.dumps(found_by_training(int(ranks))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Every wait of the streamed store is needed: without any single one of them a training shows that it is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mutated_run import sites
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.compiler,
+    pytest.mark.timeout(300),
+]
+RUN = Path(__file__).with_name("mutated_run.py")
+PACKAGE = Path(__file__).parents[2] / "accelerate_lshdp"
+FILES = ("unit.py", "gradients.py", "store.py")
+SITES = [
+    pytest.param(f"engine/stores/streamed/{name}", number, id=f"{name}:{site.lineno}")
+    for name in FILES
+    for number, site in enumerate(sites(PACKAGE / "engine" / "stores" / "streamed" / name))
+]
+
+
+def run_ranks(store: Path, path: str, number: int, ranks: int = 2) -> list[str | None]:
+    """What each rank has found; one that was ended for another's sake has found something, too."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(RUN), str(rank), str(ranks), str(store), path, str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    found = []
+    for process in started:
+        try:
+            output, errors = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith(("null", '"'))]
+        found.append(json.loads(lines[-1]) if lines else f"ended with {process.returncode}: {errors[-2000:]}")
+    return found
+
+
+def test_nothing_is_found_where_nothing_is_missing(on_device: Callable[..., list], tmp_path: Path) -> None:
+    assert run_ranks(tmp_path / "store", "engine/stores/streamed/unit.py", -1) == [None, None]
+
+
+@pytest.mark.parametrize(("path", "number"), SITES)
+def test_a_wait_that_is_left_out_is_found(
+    on_device: Callable[..., list], tmp_path: Path, path: str, number: int
+) -> None:
+    assert any(run_ranks(tmp_path / "store", path, number))
