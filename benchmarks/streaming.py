@@ -1,10 +1,11 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Seconds of a training step on one GPU: parameters on it, streamed through it, and under the offload of FSDP2.
 
-    python benchmarks/streaming.py --micro-batches 16 32
+    python benchmarks/streaming.py --micro-batches 16 32 --accumulation 1 4
 
 A model of transformer blocks trains in bf16 on one GPU, by one process of its own for each way. The parts of a step
-are medians of steps whose parts wait for the device; the whole step is the mean of steps that nothing interrupts.
+are medians of steps whose parts wait for the device; the whole step is the mean of steps that nothing interrupts,
+until the last one's parameters can be read: so what a late step leaves to the next forward is counted.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice, product
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,14 +80,18 @@ class Clock:
     def __init__(self) -> None:
         self.lap()
 
-    def lap(self) -> float:
+    def lap(self, model: nn.Module | None = None) -> float:
+        """Seconds since the last lap; with a model, until its parameters can be read as well."""
+        for parameter in () if model is None else model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach().view(-1)[:1].cpu()
         torch.cuda.synchronize()
         now = time.perf_counter()
         passed, self._last = now - getattr(self, "_last", now), now
         return passed
 
 
-def measure(way: str, micro_batch: int, sequence: int, width: int, blocks: int) -> dict[str, float]:
+def measure(way: str, micro_batch: int, accumulation: int, sequence: int, width: int, blocks: int) -> dict[str, float]:
     """Seconds of a step, of its parts, and GB at the peak, in this process."""
     with torch.device("cuda"):  # where random numbers take no time
         model = Network(width, blocks)
@@ -93,42 +100,41 @@ def measure(way: str, micro_batch: int, sequence: int, width: int, blocks: int) 
     accelerator = LSHDPAccelerator(
         plan=Plan.from_batch_sizes([micro_batch], **WAYS[way]),
         mixed_precision="bf16",
+        gradient_accumulation_steps=accumulation,
         lsdp_plugin=LSDPPlugin(loss_weighting="sample"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    samples = TensorDataset(torch.randint(0, WORDS, (micro_batch * 2 * STEPS, sequence)))
+    samples = TensorDataset(torch.randint(0, WORDS, (micro_batch * accumulation * 2 * STEPS, sequence)))
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples, batch_size=micro_batch))
     torch.cuda.reset_peak_memory_stats()
     clock, batches = Clock(), iter(loader)
     parts: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-    for (tokens,) in _first(STEPS, batches):
-        clock.lap()
-        loss = loss_of(model, tokens)
-        parts["forward"].append(clock.lap())
-        accelerator.backward(loss)
-        parts["backward"].append(clock.lap())
-        optimizer.step()
-        optimizer.zero_grad()
-        parts["optimizer"].append(clock.lap())
-    clock.lap()
-    for (tokens,) in batches:
-        accelerator.backward(loss_of(model, tokens))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"step": clock.lap() / STEPS}
+
+    def train(batches: Iterator[list[Tensor]], lap: Callable[[str], object]) -> None:
+        for (tokens,) in batches:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, tokens)
+                lap("forward")
+                accelerator.backward(loss)
+                lap("backward")
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    lap("optimizer")
+
+    train(islice(batches, STEPS * accumulation), lambda part: parts[part].append(clock.lap()))
+    clock.lap(model)
+    train(batches, lambda part: None)
+    found = {"step": clock.lap(model) / STEPS}
     # Without the first step, in which memory is allocated.
     found.update({name: statistics.median(seconds[1:]) for name, seconds in parts.items()})
     return {**found, "peak": torch.cuda.max_memory_allocated() / 1e9}
 
 
-def _first(count: int, batches: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:
-    for _ in range(count):
-        yield next(batches)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16, 32], help="samples of a micro-batch")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches of a step")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--blocks", type=int, default=12)
@@ -138,22 +144,24 @@ def main() -> int:
         parser.error("found no CUDA device, expected one: host memory is device memory without")
     shape = [arguments.sequence, arguments.width, arguments.blocks]
     if arguments.way is not None:
-        print(json.dumps(measure(arguments.way, arguments.micro_batches[0], *shape)))
+        print(json.dumps(measure(arguments.way, arguments.micro_batches[0], arguments.accumulation[0], *shape)))
         return 0
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Network(arguments.width, arguments.blocks).parameters())
     table = Table(
-        "tokens", "parameters", "step (s)", "forward", "backward", "optimizer", "peak (GB)",
+        "tokens", "micro-batches", "parameters", "step (s)", "forward", "backward", "optimizer", "peak (GB)",
         title=f"{parameters / 1e6:.0f} M parameters on one {torch.cuda.get_device_name()}, {torch.get_num_threads()} "
         "threads",
     )  # fmt: skip
-    for micro_batch in arguments.micro_batches:
+    for micro_batch, accumulation in product(arguments.micro_batches, arguments.accumulation):
         for way in WAYS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--micro-batches", str(micro_batch)]
+            case = ["--way", way, "--micro-batches", str(micro_batch), "--accumulation", str(accumulation)]
+            command = [sys.executable, __file__, *sys.argv[1:], *case]
             ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found = json.loads(ended.stdout.splitlines()[-1])
             seconds = [f"{found[name]:.4f}" for name in ("step", "forward", "backward", "optimizer")]
-            table.add_row(str(micro_batch * arguments.sequence), way, *seconds, f"{found['peak']:.1f}")
+            tokens = str(micro_batch * arguments.sequence)
+            table.add_row(tokens, str(accumulation), way, *seconds, f"{found['peak']:.1f}")
     Console().print(table)
     return 0
 

@@ -201,7 +201,7 @@ def is_noop_conversion(
         # Four dimensions, so that a change of the memory format shows.
         probe = torch.empty(1, 2, 2, 2, dtype=dtype, device=place)
         result = convert(probe)
-        same_device = _same(result.device, place) or _same(result.device, device)
+        same_device = with_index(result.device) in (with_index(place), with_index(device))
         if not (same_device and result.dtype == dtype and result.stride() == probe.stride()):
             return False
         if place.type == "cpu" and result.is_shared():  # share_memory()
@@ -209,9 +209,10 @@ def is_noop_conversion(
     return True
 
 
-def _same(one: torch.device, other: torch.device) -> bool:
-    """Whether two names mean one device: there is only one CPU, and without an index the current one is meant."""
-    if one.type != other.type or one.type == "cpu" or one == other:
-        return one.type == other.type
-    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-    return (current if one.index is None else one.index) == (current if other.index is None else other.index)
+def with_index(device: torch.device) -> torch.device:
+    """The device by its number; without one, the current device is meant. The CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None or not torch.accelerator.is_available():
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

@@ -20,6 +20,7 @@ from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.loading import follow_loading
+from accelerate_lshdp.engine.module_state import with_index
 from accelerate_lshdp.engine.placed_units import PlacedUnit, place_units
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
@@ -88,7 +89,7 @@ class Placement:
         self.placement = placement
         self.policies = policies
         self.topology = topology
-        self.device = device
+        self.device = with_index(device)
         self.clock = clock
         self.communication = communication
         self.units = units

@@ -23,7 +23,8 @@ from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
 def on_emulated_device() -> None:
     """Lets accelerate take the emulated device for that of this rank."""
     device.join_device_world()
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "emulated:0"
+    # Without an index, as accelerate names the device of a process that runs alone.
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "emulated"
     # As on CPUs: accelerate knows no backend for a device of this name. What it has found stays for the process; asked
     # for the CPU again, it would refuse.
     PartialState(cpu=True)

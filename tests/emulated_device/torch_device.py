@@ -92,13 +92,19 @@ def stream(entered: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
+def _set_device(device: torch.device | int) -> None:
+    """Refuses what ``torch.cuda.set_device`` does: where one process runs alone, accelerate's device has no index."""
+    if isinstance(device, torch.device) and device.index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+
+
 def _device_module() -> ModuleType:
     """``torch.emulated``, with the functions that torch and its libraries expect of a device."""
     module = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
-    module.set_device = lambda device: None
+    module.set_device = _set_device
     module.device = lambda device: contextlib.nullcontext()
     module.synchronize = lambda device=None: synchronize()
     module.Stream, module.Event = new_stream, new_event
