@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from training_cases import relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
-from accelerate_lshdp.engine.stores.sliced.logits import HeadCall
+from accelerate_lshdp.engine.stores.sliced.head_call import HeadCall
 from accelerate_lshdp.runtime import agreement
 
 
