@@ -94,15 +94,20 @@ def largest_micro_batches(problem_of: Callable[[Batch], PlacementProblem], clust
 
 
 def uniform_micro_batches(
-    problem_of: Callable[[Batch], PlacementProblem], cluster: PlacementCluster
+    problem_of: Callable[[Batch], PlacementProblem], cluster: PlacementCluster, steps: int
 ) -> list[list[int]]:
     """For each uniform placement that has room for one sample a rank: the largest micro-batches of all ranks.
 
     Memory is linear in the samples, so it is known from those of one and of two.
+
+    Args:
+        problem_of: poses the problem of a batch.
+        cluster: its ranks.
+        steps: micro-batches of a step; with several, gradients wait for the last one.
     """
     if any(profile.max_micro_batch_size == 1 for profile in cluster.profiles):
         return [[1] * cluster.world]
-    one, two = (problem_of(Batch((samples,) * cluster.world)) for samples in (1, 2))
+    one, two = (problem_of(Batch((samples,) * cluster.world, steps)) for samples in (1, 2))
     found = []
     for counts in uniform_placements(one):
         least, more = one.memory(counts), two.memory(counts)

@@ -84,7 +84,11 @@ class _Planner:
         smallest = self._problem(Batch((1,) * cluster.world))
         require_room(smallest)
         most = largest_micro_batches(self._problem, cluster)
-        full = uniform_micro_batches(self._problem, cluster)
+        full = [
+            sizes
+            for steps in range(1, min(2, most_steps) + 1)  # more of them need no more memory
+            for sizes in uniform_micro_batches(self._problem, cluster, steps)
+        ]
         self.batches = Batches(cluster, most, full, total, most_steps)
         require_total(self.batches)
         self.best: tuple[float, Batch, PlacementProblem, Solution] | None = None
