@@ -132,7 +132,7 @@ def shard_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
 
 
 def quantised_all_reduce(payload: float, nodes: Sequence[int]) -> Exchange:
-    """`shard_all_reduce` in int8: all-to-all, sums, all-gather, as values with different scales cannot be added."""
+    """`shard_all_reduce` in two messages: all-to-all, sums, all-gather, for formats whose values cannot be added."""
     count = len(nodes)
     sent = 2 * (count - 1) / count * payload
     return Exchange((sent,) * count, (sent,) * count, rounds=count)

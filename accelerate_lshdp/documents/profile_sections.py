@@ -76,6 +76,24 @@ class ProfiledScript(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class HostRates(Record):
+    """What a rank on a device does with the memory of its host, measured while the others of its node do the same.
+
+    Args:
+        to_device_bytes_per_second: of copies from registered memory.
+        to_host_bytes_per_second: of copies to it.
+        optimizer_seconds_per_parameter: of AdamW on this rank's share of the cores, with the copy in the precision of
+            the forward.
+        memory_bytes: of the host that were free before the model was made.
+    """
+
+    to_device_bytes_per_second: float = entry(number(positive=True))
+    to_host_bytes_per_second: float = entry(number(positive=True))
+    optimizer_seconds_per_parameter: float = entry(number(positive=True))
+    memory_bytes: int = entry(integer(least=1, most=LARGEST_COUNT))
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredRank(Record):
     """The measurements of one rank.
 
@@ -95,6 +113,7 @@ class MeasuredRank(Record):
         accumulation_overhead_seconds: seconds that a micro-batch takes longer if it adds its gradients to those of
             another one.
         process_bytes: bytes that the rank needs beside the model, its states and activations; None: not measured.
+        host: what it does with the memory of its host; None: it computes there, or it was not measured.
 
     Raises:
         PlanError: an impossible value; it says which.
@@ -114,6 +133,7 @@ class MeasuredRank(Record):
     # Profiles of earlier versions have neither of them.
     accumulation_overhead_seconds: float = entry(number(), default=0.0)
     process_bytes: int | None = entry(optional(integer(most=LARGEST_COUNT)), default=None, omit=True)
+    host: HostRates | None = entry(optional(record(HostRates)), default=None, omit=True)
 
     def _check_together(self) -> None:
         if len(self.spread) != len(self.time.batch_sizes):

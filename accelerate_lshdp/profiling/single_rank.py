@@ -91,6 +91,8 @@ class SingleRankTrainer:
             bucket_bytes=None if bucket_megabytes is None else int(bucket_megabytes * 1e6),
             reduction=reduction,
             reducing_ranks=reducing_ranks,
+            # Where there is memory beside what is measured, a run keeps them.
+            keeps_gradients=False,
         )
         if self.policies.is_sharded and accelerator.num_processes > 1:
             # Made here, where all ranks are, and kept: `build` then needs no other rank.

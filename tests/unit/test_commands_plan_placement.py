@@ -105,6 +105,49 @@ def test_half_precision_mixes_only_stores_that_compute_alike(folder: Path) -> No
         assert len(sharded) == 1
 
 
+HOST = {
+    "to_device_bytes_per_second": 12e9,
+    "to_host_bytes_per_second": 10e9,
+    "optimizer_seconds_per_parameter": 1e-9,
+    "memory_bytes": 64 * 10**9,
+}
+
+
+def with_devices(**changes: Any) -> dict[str, Any]:
+    document = with_units(**changes)
+    for node in document["cluster"]["nodes"]:
+        node["device"] = "cuda"
+    for rank, measured in enumerate(document["ranks"]):
+        measured["host"] = HOST | {"optimizer_seconds_per_parameter": (1 + rank) * 1e-9}
+    return document
+
+
+def test_what_is_measured_of_hosts_is_planned_with() -> None:
+    document = with_devices()
+    document["ranks"][3]["host"]["memory_bytes"] = 32 * 10**9
+    cluster = profiled_cluster(Profile.from_dict(document), [10**9] * 4)
+    assert cluster.device_link.seconds_per_byte == pytest.approx(1 / 10e9)
+    assert cluster.host_limits == (int(0.8 * 64e9), int(0.8 * 32e9))
+    # Each rank of a node steps half of the parameters, and the slower one counts.
+    trained = 7_000_000 * (BLOCKS + 1)
+    assert cluster.host_optimizer_seconds == pytest.approx((2e-9 * trained / 2, 4e-9 * trained / 2))
+    del document["ranks"][2]["host"]
+    cluster = profiled_cluster(Profile.from_dict(document), [10**9] * 4)
+    assert cluster.device_link is None and cluster.host_limits is None and cluster.host_optimizer_seconds == ()
+
+
+def test_units_go_to_host_memory_where_devices_have_too_little(folder: Path) -> None:
+    document = with_devices()
+    for rank in document["ranks"]:
+        rank["host"]["optimizer_seconds_per_parameter"] = 1e-7  # so slow that nobody would choose it
+    Path("profile.json").write_text(json.dumps(document))
+    ample = plan("--total", "16", "--memory-limit", "40GB", "--no-picture")
+    short = plan("--total", "16", "--memory-limit", "0.75GB", "--no-picture")
+    assert UnitStore.HOST not in {placement.store for placement in ample.placement.placements}
+    assert UnitStore.HOST in {placement.store for placement in short.placement.placements}
+    verify_plan(short)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -215,7 +215,8 @@ def test_exchanges_inside_a_node_cost_processors_or_a_link() -> None:
         computing.seconds + 0.12
     )
     offloaded = {"link": FREE, "device_link": LinkCost(0, 1e-9)}
-    assert predict("lsdp", **offloaded).seconds == pytest.approx(0.6 + 3 * 0.08)
+    # To the device in the forward; in the backward again, while gradients come back.
+    assert predict("lsdp", **offloaded).seconds == pytest.approx(0.6 + 2 * 0.08)
     assert predict("group_sharding", **offloaded).seconds == pytest.approx(0.6)
 
 

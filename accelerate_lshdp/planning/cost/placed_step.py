@@ -217,4 +217,4 @@ class _PlacedStep:
 
     @staticmethod
     def _gathers_again(placement: UnitPlacement) -> bool:
-        return placement.store.strategy.traits.gathered is not Gathered.EACH_STEP
+        return placement.store.strategy.traits.gathered is Gathered.EACH_PASS

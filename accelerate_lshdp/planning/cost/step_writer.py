@@ -66,6 +66,10 @@ class StepWriter:
         copies = self.traits.shared_by is not SharedBy.WORLD and not self.shares_inside and not self.traits.is_plain
         self.sums_inside = copies and max(self.nodes) > 1
         self.in_memory = (self.shares_inside or self.sums_inside) and cluster.shared_memory
+        # Every device copies whole units from its node's copy in host memory, and gradients to it.
+        self.is_streamed = (
+            self.traits.is_offloaded and self.traits.shared_by is SharedBy.NODE and cluster.device_link is not None
+        )
         # Whether computing stops for every exchange: world-sharded strategies on devices without streams.
         self.blocks = not (self.traits.overlaps or cluster.streams)
         # FSDP2 works on units whatever the size of its groups; the engine uses it where ranks share a copy.
@@ -97,6 +101,10 @@ class StepWriter:
         shares = 1 / self.group if optimizer_shares is None else np.array(optimizer_shares, dtype=float)
         self.optimizer = np.array([profile.fixed_seconds for profile in profiles]) * shares
         self.time = np.array([p.time(m) for p, (m, _) in zip(profiles, micro_batches, strict=True)])
+        if self.is_streamed:
+            # The host steps units while the forward computes those before them. What is in no unit comes first.
+            first = self.optimizer * (self.model.root_bytes / self.model.parameter_bytes)
+            self.optimizer = np.maximum(first, self.optimizer - self.time * (1 - BACKWARD_SHARE))
         # A load was measured in steps that send during the backward: other steps have no use for it.
         self.load_is_known = load_seconds is not None and self.traits.overlaps and len(self.nodes) > 1
         self.load = np.array(load_seconds, dtype=float) if self.load_is_known else np.zeros(len(self.time))
@@ -231,7 +239,8 @@ class StepWriter:
     def _intra_node_seconds(self, payload: float, times: np.ndarray | int = 1, units: float = 1) -> np.ndarray:
         """Seconds of each rank for one all-gather or reduce-scatter of `payload` bytes inside its node.
 
-        Where the node's copy is in host memory, each rank's shard travels between host and device, too.
+        Where the node's copy is in host memory, each rank copies all of it between host and device, and gathers
+        nothing.
 
         Args:
             payload: bytes of the whole copy that is gathered or reduced.
@@ -239,8 +248,8 @@ class StepWriter:
             units: number of units that the exchange is made of.
         """
         seconds = self._packing_seconds(payload, units)
-        if self.traits.is_offloaded and self.cluster.device_link is not None:
-            seconds += np.array([self.cluster.device_link.seconds(payload / share) for share in self.group])
+        if self.is_streamed:
+            return seconds + self.cluster.device_link.seconds(payload)
         if not self.shares_inside:
             return seconds
         rounds = np.broadcast_to(times, len(self.group))
@@ -316,7 +325,8 @@ class StepWriter:
         for piece in self._bucket_shares():
             done = min(1.0, done + piece)  # the shares may sum to a little more than 1 by rounding
             ready = np.maximum(before, self._ready_seconds(done))
-            exchanged = self._intra_node_seconds(piece * parameters) + self._intra_node_seconds(piece * gradients)
+            gathered, reduced = (self._intra_node_seconds(piece * size) for size in (parameters, gradients))
+            exchanged = np.maximum(gathered, reduced) if self.is_streamed else gathered + reduced
             exchanged = exchanged + self._sum_inside_seconds(piece * gradients)
             extra = self._conversion_seconds(piece * gradients) + self._exposed_seconds(exchanged, ready - before)
             place = self._add_segment(ready - before, needs=last if self.blocks else None, extra=extra)

@@ -9,11 +9,15 @@ With P bytes of a unit's parameters and G of its gradients, N nodes, L ranks on 
     world          (N-1)/N P, then inside     (N-1)/N P, then inside               inside, then (N-1)/N G
     world_kept     as world, once a step                                           inside, then (N-1)/N G
     world_to_node  (N-1)/N P, then inside     (L-1)/L P inside                     inside, then (N-1)/N G
-    host           P/L from the host, inside  the same, G inside, G/L to the host  2(N-1)/N G between
+    host           P from the host            P from the host, G to it             2(N-1)/N G between
 
 Of a `world` unit in slices, what cannot be in slices is sent as above. The other weights are gathered as often as they
 are used, in more messages, and summed in every backward: whole gradients that wait for the last one would need what
 slices save. If the unit's activations are recomputed, they are gathered for that, too.
+
+Units in store `host` are streamed: every device copies the whole unit from the node's copy, and its gradients to it,
+both ways at the same time. The host steps them while the first forward of the next step computes, but for the root,
+which that forward needs at its beginning.
 
 What is said for forward and backward happens in those of every micro-batch. The root is used from the first operation
 to the last, so no store gathers it a second time in the backward. On uneven nodes the ranks of a larger one sum their
@@ -97,29 +101,35 @@ class TrafficOf:
         self.cluster, self.nodes = cluster, cluster.nodes
         self.world = collectives_of(UnitStore.WORLD.strategy.traits, cluster.nodes)
 
-    def whole(self, store: UnitStore, gathered: float, reduced: float, copied: float, *, is_root: bool) -> Traffic:
+    def whole(
+        self, store: UnitStore, gathered: float, reduced: float, late_seconds: float = 0.0, *, is_root: bool
+    ) -> Traffic:
         """The traffic of what of a unit is not in slices.
 
         Args:
             store: of the unit.
             gathered: bytes of its parameters in the precision of the forward.
             reduced: bytes of its gradients.
-            copied: bytes of its parameters as the host keeps them.
+            late_seconds: of its optimizer step, where that is made in the next forward.
             is_root: it is the root.
         """
         if store is UnitStore.REPLICATE:
             inside = self._inside(reduced)
             spread = Seconds(0.0, self._all_reduce_seconds(reduced)) if len(self.nodes) > 1 else NOTHING
             return Traffic(last_backward=Seconds(spread.inside, 2 * inside))
+        if store is UnitStore.HOST:
+            to_device, to_host = self._copy(gathered), self._copy(reduced)
+            return Traffic(
+                forward=Seconds(0.0, to_device),
+                first_forward=Seconds(0.0, late_seconds),
+                backward=Seconds(0.0, to_host if is_root else max(to_device, to_host)),
+                last_backward=Seconds(self._all_reduce_seconds(reduced), 0.0),
+            )
         if store.strategy.is_node_sharded:
             gather, reduce = self._inside(gathered), self._inside(reduced)
-            to_host = 0.0
-            if store is UnitStore.HOST:
-                gather += self._copy(copied)
-                to_host = self._copy(reduced)
             return Traffic(
                 forward=Seconds(0.0, gather),
-                backward=Seconds(0.0, (0.0 if is_root else gather) + reduce + to_host),
+                backward=Seconds(0.0, (0.0 if is_root else gather) + reduce),
                 last_backward=Seconds(self._all_reduce_seconds(reduced), 0.0),
             )
         gather = self._exchange(self.world.gather(gathered, self.nodes), 1)
@@ -161,9 +171,9 @@ class TrafficOf:
         )
 
     def _copy(self, payload: float) -> float:
-        """Seconds of copying a rank's part of a node's copy between host and device."""
+        """Seconds of copying between host and device."""
         link = self.cluster.device_link
-        return link.seconds(payload / min(self.nodes)) if link is not None and payload else 0.0
+        return link.seconds(payload) if link is not None and payload else 0.0
 
     def _all_reduce_seconds(self, payload: float) -> float:
         """Seconds of summing between nodes what each node has one copy of."""

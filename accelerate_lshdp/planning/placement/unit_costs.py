@@ -131,8 +131,10 @@ class UnitCosts:
         gathered, unreduced = whole * each.gathered, trained * each.unreduced
         one_slice, its_gradient = in_slices * each.gathered / slices, trained_in_slices * each.unreduced / slices
         gradients = unit.trainable * each.gradient
+        optimizer = self._optimizer_seconds(unit, store)
+        is_late = store is UnitStore.HOST and not is_root
         traffic = self._traffic.whole(
-            store, gathered, trained * each.gradient, whole * each.parameter, is_root=is_root
+            store, gathered, trained * each.gradient, optimizer if is_late else 0.0, is_root=is_root
         )
         if in_slices:
             reduced = each.gradient * trained_in_slices / in_slices
@@ -170,9 +172,9 @@ class UnitCosts:
             placement,
             tuple(map(whole_nanoseconds, send)),
             tuple(map(whole_nanoseconds, work)),
-            whole_nanoseconds(self._optimizer_seconds(unit, store)),
+            0 if is_late else whole_nanoseconds(optimizer),
             kept,
-            math.ceil(states) if on_host else 0,
+            math.ceil(states + (gathered if each.gathered != each.parameter else 0.0)) if on_host else 0,
             in_heap * (unit.input_bytes if placement.checkpoint else activations),
             recomputed,
             (
@@ -191,9 +193,13 @@ class UnitCosts:
 
     def _unreduced(self, store: UnitStore, gradients: float, is_whole: bool, is_root: bool) -> float:
         """Bytes of a unit's `Peak.UNREDUCED`, which on hosts counts twice: gradients, and the message of them."""
-        if is_root and not is_whole:
+        if is_root and not is_whole and store is not UnitStore.HOST:
             # Its gradients are counted throughout, so it is the message alone.
             return gradients / 2 if self.cluster.computes_on_hosts else 0.0
+        if store is UnitStore.HOST:
+            # In the precision of the backward, and then bucket by bucket in that of the parameters.
+            everything = self.model.trainable * self.model.state_bytes.gradient
+            return (0.0 if is_root else gradients) + waiting_bytes(everything, len(self.cluster.nodes))
         if not is_whole:
             return gradients
         if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
