@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """``LSHDPAccelerator``: accelerate's ``Accelerator`` on machines of different speed."""
 
 from __future__ import annotations
@@ -166,6 +167,14 @@ class LSHDPAccelerator(Accelerator):
             self.scaler = ShardedGradScaler(self.device.type, **scaling)
 
     # What is in force
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        device = self.state.device
+        # accelerate numbers the CPU among several ranks ("cpu:1"). There is only one: batches that go there would be
+        # copied, and files could not be read to it (`torch.load(map_location=...)`).
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def plan(self) -> Plan:

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """One backward: the loss is weighted by its share of the step, and all ranks sum its gradients."""
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Backward:
 
     def _settle_total(self, place: MicroBatchPlace | None) -> None:
         session = self._session
-        total = session.total.before_backward(place, session.plan, session.world_size)
+        begins = session.engine.collective_begins
+        total = session.total.before_backward(place, session.plan, session.world_size, begins)
         if total is not None:
             session.settle_total(total)
 

@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
 from accelerate_lshdp.engine.layout_groups import zeroed_one_by_one
+from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
 
@@ -174,7 +175,10 @@ def _is_around_step(optimizer: torch.optim.Optimizer) -> bool:
 class PreparedOptimizer(AcceleratedOptimizer):
     """What ``prepare`` returns for an optimizer: accelerate's, and what it does to gradients is told."""
 
+    _has_stepped = False
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._has_stepped = True
         try:
             super().step(closure)
         finally:
@@ -185,6 +189,23 @@ class PreparedOptimizer(AcceleratedOptimizer):
         if self.gradient_state.sync_gradients and self.step_was_skipped:
             for follower in followers(self.optimizer):
                 follower.step_skipped(self.optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `torch.optim.Optimizer.state_dict`.
+
+        Raises:
+            RuntimeError: this rank has the states of some parameters only.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        owned = [p for p in parameters if (ownership := NodeOwnership.of(p)) is None or ownership.owned]
+        # Without a check, a script would write a file that lacks states, and train on from it without a word.
+        if len(owned) < len(parameters) and (self._has_stepped or any(self.optimizer.state.values())):
+            raise RuntimeError(
+                f"found state_dict() of an optimizer of which this rank has the states of {len(owned)} of "
+                f"{len(parameters)} parameters, as the ranks of a node divide them. Use accelerator.save_state(), "
+                "which saves all of them, and load_state(), which loads them under any strategy; or use strategy ddp"
+            )
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         with zeroed_one_by_one(self.optimizer):

@@ -9,6 +9,7 @@ total, or one that accumulates, is refused at the first backward. A plan without
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from accelerate_lshdp.accelerator.automatic_sizes import starting_batch
 from accelerate_lshdp.accelerator.plugin import parse_flag
@@ -77,13 +78,16 @@ class RunTotal:
         """The plan has a total by now."""
         self._settled = True
 
-    def before_backward(self, place: MicroBatchPlace | None, plan: Plan, world_size: int) -> int | None:
+    def before_backward(
+        self, place: MicroBatchPlace | None, plan: Plan, world_size: int, collective_begins: Callable[[], None]
+    ) -> int | None:
         """Checks the first backward of a batch of a prepared loader against the plan (collective until then).
 
         Args:
             place: of its batch; None: it is of no prepared loader.
             plan: of the run.
             world_size: number of ranks.
+            collective_begins: called before all ranks are asked.
 
         Returns:
             The script's total, if the plan leaves it open.
@@ -93,6 +97,7 @@ class RunTotal:
         """
         if self._settled:
             return None
+        collective_begins()
         own = None if place is None else place.cut.total
         of_ranks = all_objects(own)
         totals = {total for total in of_ranks if total is not None}

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """`Session`: what is in force in one training process, and its only writer."""
 
 from __future__ import annotations
@@ -228,6 +229,8 @@ class Session:
         """
         if self.world_size == 1:
             return
+        if hasattr(self, "engine"):  # the first agreement comes before there is any
+            self.engine.collective_begins()
         everyone: list[str | None] = [None] * self.world_size
         with failures_explained():
             dist.all_gather_object(everyone, digest)

@@ -214,7 +214,9 @@ def test_a_checkpoint_of_another_total_does_not_decide_the_total(workers, tmp_pa
 def begin_with_another_batch() -> None:
     accelerator = LSHDPAccelerator()
     place = SimpleNamespace(cut=GlobalBatchCut.equal(4 + accelerator.process_index, 2))
-    accelerator.session.total.before_backward(place, accelerator.plan, accelerator.num_processes)
+    accelerator.session.total.before_backward(
+        place, accelerator.plan, accelerator.num_processes, accelerator.session.engine.collective_begins
+    )
 
 
 def test_ranks_that_begin_with_different_batches_stop_together(workers):

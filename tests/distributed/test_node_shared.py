@@ -18,6 +18,7 @@ from node_shared_cases import TwoHeads, batch_of, start, values
 from torch import nn
 from training_cases import make_optimizer, relative_error
 
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 
@@ -346,3 +347,29 @@ def train_with_own_optimizer() -> list[str]:
 def test_an_optimizer_of_others_is_told_of(workers):
     for told in workers(2).run(train_with_own_optimizer):
         assert len(told) == 1 and "OwnOptimizer has to treat them one by one" in told[0]
+
+
+def states_of_optimizer(strategy: str) -> tuple[int, int | str, str]:
+    """How many states an optimizer has before its first step and after it, or what is said; and the rank's device."""
+    accelerator = LSHDPAccelerator(
+        plan=Plan.from_batch_sizes([1, 1], strategy=strategy), lsdp_plugin=LSDPPlugin(bucket_megabytes=0.0001)
+    )
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = len(optimizer.state_dict()["state"])
+    accelerator.backward(model(torch.ones(1, 4)).square().mean())
+    optimizer.step()
+    try:
+        after = len(optimizer.state_dict()["state"])
+    except RuntimeError as error:
+        after = str(error)
+    return before, after, str(accelerator.device)
+
+
+def test_a_part_of_the_optimizers_states_is_not_taken_for_all(workers):
+    assert workers(2).run(states_of_optimizer, "ddp", nodes=(2,)) == [(0, 12, "cpu")] * 2
+    for before, said, _ in workers(2).run(states_of_optimizer, "lsdp", nodes=(2,)):
+        assert before == 0
+        assert re.search(r"has the states of \d+ of 12 parameters.* Use accelerator.save_state\(\)", said)
+    assert workers(2).run(states_of_optimizer, "lsdp", nodes=(1, 1)) == [(0, 12, "cpu")] * 2

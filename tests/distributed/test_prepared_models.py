@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Prepared models beside each other, and what scripts do with a prepared model: exact, or a clear error everywhere."""
 
 from __future__ import annotations
@@ -131,6 +132,10 @@ def load_on_rank_0(instead: str) -> None:
         finally:
             if instead == "wait":
                 accelerator.wait_for_everyone()  # lets rank 1 go, as the end of this process would
+            if instead == "pass":
+                next(iter(loader))
+    elif instead == "pass":
+        next(iter(loader))
     elif instead == "backward":
         accelerator.backward(model(**node_shared_cases.batch_of(0, 1)))
     elif instead == "step":
@@ -145,6 +150,7 @@ def load_on_rank_0(instead: str) -> None:
         ("backward", "has gone on to its next backward", "has come to load_state_dict"),
         ("step", "local rank 0 to load_state_dict, local rank 1 to the optimizer's step", "do different things"),
         ("wait", "has gone on to its next gather, wait_for_everyone", None),
+        ("pass", "has gone on to its next gather, wait_for_everyone", None),
     ],
 )
 def test_a_state_that_one_rank_loads_is_an_error_and_no_hang(workers, instead, first, second):
