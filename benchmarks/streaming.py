@@ -161,6 +161,7 @@ def main() -> int:
             found = json.loads(ended.stdout.splitlines()[-1])
             seconds = [f"{found[name]:.4f}" for name in ("step", "forward", "backward", "optimizer")]
             tokens = str(micro_batch * arguments.sequence)
+            print(f"{tokens} tokens, {accumulation} micro-batches, {way}: {found['step']:.4f} s", file=sys.stderr)
             table.add_row(tokens, str(accumulation), way, *seconds, f"{found['peak']:.1f}")
     Console().print(table)
     return 0

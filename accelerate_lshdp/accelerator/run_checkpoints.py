@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Checkpoints of a run: what a session and the script's prepared objects give them, and take from them again."""
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def save_run(
         f"{name}/{key}": tensor
         for name, reduction in session.engine.reductions.items()
         for key, tensor in reduction.state_dict().items()
-    }
+    } | session.engine.states()
 
     def run_hooks(writing: str) -> frozenset[int]:
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
@@ -166,6 +167,7 @@ def _restore_sizes(session: Session, loaded: LoadedCheckpoint, loaders: list[Any
 
 def _restore_reductions(session: Session, loaded: LoadedCheckpoint) -> None:
     """Goes on with the rounding errors that this rank kept; under another plan nobody has them."""
+    session.engine.load_states(loaded.extra_tensors)
     communication = session.plan.communication
     if communication.is_lossy and session.world_size > 1 and not loaded.same_plan:
         logger.warning(

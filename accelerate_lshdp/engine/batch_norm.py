@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Batch normalisation in micro-batches of unequal ranks: running statistics of rank 0, and batches of one value."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Clips gradients of parameters that are whole, sharded or shared inside a node.
 
 Torch's own ``clip_grad_norm_`` does not work on parameters of different meshes. The norm is taken over each rank's own

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """`Engine`: the models that one process trains together, from where they are placed to the optimizer's step."""
 
 from __future__ import annotations
@@ -154,6 +155,23 @@ class Engine:
             for model, prepared in enumerate(self.models)
             for number, reduction in enumerate(prepared.reductions)
         }
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """What this rank's stores need beside parameters, by names for checkpoints."""
+        return {
+            f"store_{model}_{number}/{key}": tensor
+            for model, prepared in enumerate(self.models)
+            for number, store in enumerate(prepared.stores)
+            for key, tensor in store.state().items()
+        }
+
+    def load_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Takes what `states` has returned; others are passed over."""
+        for model, prepared in enumerate(self.models):
+            for number, store in enumerate(prepared.stores):
+                prefix = f"store_{model}_{number}/"
+                mine = {key: tensor for key, tensor in states.items() if key.startswith(prefix)}
+                store.load_state({key.removeprefix(prefix): tensor for key, tensor in mine.items()})
 
     def collective_begins(self) -> None:
         """Says that this rank calls something in which all ranks take part."""

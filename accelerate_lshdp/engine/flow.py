@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """`Flow`: the protocol of one backward, for all models that it may reach."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Attributes and hooks of a user's module while it is prepared, which its pickles and copies leave out.
 
 ``torch.save``, ``pickle`` and ``copy.deepcopy`` of a prepared module give the user's module, as if it had never been

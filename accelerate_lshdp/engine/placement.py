@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Prepares a model as its strategy says: makes groups and collectives, and chooses the stores of its parameters."""
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Placement:
         reduction: takes the gradients in place of what sums them between nodes; None: they are summed.
         reducing_ranks: number of ranks that sum a bucket between nodes; None: as in this run. A profile, which
             measures one rank alone, gives the number of the run that it is made for.
+        keeps_gradients: whether those of streamed units stay on the device until the last micro-batch, if they fit.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Placement:
         placement: ModelPlacement | None = None,
         reduction: GradientReduction | None = None,
         reducing_ranks: int | None = None,
+        keeps_gradients: bool = True,
     ) -> None:
         self.placement = placement
         self.policies = policies
@@ -100,6 +103,7 @@ class Placement:
             if bucket_bytes is None and WIRE_FORMATS[communication.dtype].merges_buckets
             else bucket_bytes
         )
+        self.keeps_gradients = keeps_gradients
         self.reducing_ranks = len(policies.replica_groups[0]) if reducing_ranks is None else reducing_ranks
         self.groups = ProcessGroups()
         self._reductions = ReductionMaker(
@@ -286,6 +290,7 @@ class Placement:
             ahead=self.prefetch,
             compute_dtype=self.policies.precision.param_dtype,
             output_dtype=self.policies.output_dtype,
+            keeps_gradients=self.keeps_gradients,
         )
 
     def _node_group_on_host(self) -> dist.ProcessGroup:

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Policies of a strategy on a topology: groups, resharding, offload and precision, as plain data.
 
 Resolving needs neither a process group nor a device, so what a CUDA run would use can be looked at anywhere.

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """`PreparedModel`: a model that is being trained, with the same few calls for every strategy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Loss scaling in fp16 for sharded and shared gradients: an overflow on one rank skips the step on all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Finds parameters that two models of one accelerator would both manage: their gradients would be summed twice."""
 
 from __future__ import annotations

@@ -144,6 +144,14 @@ class Store(ABC):
         """
         return
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What this rank needs beside parameters, so that a resumed run has the same bits; on the CPU."""
+        return {}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes what `state` has returned; of another run it is empty."""
+        return
+
     # What happens to the parameters
 
     def forward_begins(self) -> None:

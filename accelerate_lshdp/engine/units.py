@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Chooses the units of a model: the modules that are gathered, computed and reduced together.
 
 A unit is the grain of FSDP2 (one ``fully_shard`` call). Good units are the repeated blocks of a network: large enough

@@ -155,6 +155,34 @@ def test_a_rank_may_end_while_the_next_one_still_adds():
         reduction.close()
 
 
+def test_a_rank_may_fail_in_its_next_backward_while_others_end_this_one():
+    """It has added its part of this one, and all ranks fail in the next one together."""
+    layout = Layout()
+    place = layout.place(16)
+    table = NodeTable(2, 1, 1, layout)
+    own, other = socket.socketpair()
+    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {0: own}, 1)
+    table.map(memory)
+    buffer = memory.tensor(place, (4,), torch.float32)
+    reduction = NodeReduction(
+        memory, table, [SharedBucket(buffer, [buffer], 1, None)], WaitClock(), 20.0, source=Slow()
+    )
+    try:
+        reduction.begin()
+        table.entered[0], table.added[0, 0] = 2, 1
+        table.failed[0] = 2
+        reduction.ready(0, [torch.ones(4)], [True], True)
+        reduction.finish(True, lambda index: None)
+        # In a backward that it has failed itself, it has not added anything.
+        reduction.begin()
+        reduction.ready(0, [torch.ones(4)], [True], True)
+        with pytest.raises(RuntimeError, match="the backward of local rank 0 of this node failed"):
+            reduction.finish(True, lambda index: None)
+    finally:
+        reduction.close()
+        other.close()
+
+
 class Connections(Dataset):
     """How many connections between ranks a worker of a loader keeps open."""
 

@@ -49,8 +49,8 @@ def trained_in_parts(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
     return {name: parameter.cpu() for name, parameter in parameters.items()}, losses
 
 
-def profiled() -> list[float]:
-    """The seconds of a micro-batch of each rank, as a profile on the device measures them."""
+def profiled(to_device: float, to_host: float) -> dict[str, Any]:
+    """The ranks as a profile on the device measures them; copies travel at so many bytes a second."""
     on_emulated_device()
     case = CASES["vit"]
     model = case.model(2)
@@ -60,8 +60,13 @@ def profiled() -> list[float]:
         model, loader, torch.optim.AdamW(model.parameters()), lambda model, batch: case.loss(model, batch)
     )
     options = ProfilingOptions(seconds=4, total_batch_size=8, max_batch=4, strategy=accelerator.strategy)
+    device.configure(to_device=to_device, to_host=to_host)
     profile = profile_ranks(subject, options, accelerator)
-    return [rank.time.seconds[0] for rank in profile.ranks]
+    device.configure()
+    return {
+        "seconds": [rank.time.seconds[0] for rank in profile.ranks],
+        "hosts": [rank.host.to_dict() for rank in profile.ranks],
+    }
 
 
 def copy_module(model: torch.nn.Module) -> torch.nn.Module:

@@ -88,6 +88,8 @@ def found_by_training(ranks: int) -> str | None:
         Case(model="Plain", delays=late),
         Case(model="Skipping", delays=slow, samples=10, evaluates=True),
         Case(model="OnStreams", delays=late, samples=10),
+        Case(model="OnStreams", delays=late, samples=10, accumulation=3),
+        Case(model="OnStreams", delays=late, samples=10, accumulation=3, drops=True),
     ]
     for shape in shapes:
         for nodes in ((ranks,), (1,) * ranks):

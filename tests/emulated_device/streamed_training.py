@@ -49,6 +49,7 @@ class Case:
         ahead: units fetched ahead.
         samples: of a global micro-batch.
         evaluates: whether the model is evaluated between the backward and the step.
+        drops: whether the script drops the gradients of the first micro-batch of each step.
     """
 
     model: str = "Plain"
@@ -62,6 +63,7 @@ class Case:
     ahead: int = 1
     samples: int = 12
     evaluates: bool = False
+    drops: bool = False
 
 
 def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -88,6 +90,8 @@ def reference(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         for number in range(case.accumulation):
             (loss_of(case, model, micro_batch(case, step, number)) / case.accumulation).backward()
+            if case.drops and number == 0:
+                model.zero_grad()
         evaluate(case, model, micro_batch(case, step, 0))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -144,6 +148,8 @@ def run(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
             loss = loss_of(case, model, tokens) / dist.get_world_size() / case.accumulation * engine.loss_multiplier
             backward(prepared, loss, synchronise=number == case.accumulation - 1)
             prepared.drop_unused(_used_anywhere(prepared))
+            if case.drops and number == 0:
+                model.zero_grad()
         evaluate(case, model, tokens)
         clip_grad_norm(model.parameters(), 1.0)
         engine.before_step()

@@ -65,14 +65,20 @@ def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], s
     assert [each["races"] for each in found] == [[]] * setting.world_size
 
 
-@pytest.mark.parametrize("nodes", [(2,), pytest.param((1, 1), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "accumulation"),
+    [((2,), 1), ((2,), 2), pytest.param((1, 1), 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_run_goes_on_with_the_same_bits(
-    on_device: Callable[..., list], tmp_path: Path, nodes: tuple[int, ...]
+    on_device: Callable[..., list], tmp_path: Path, nodes: tuple[int, ...], accumulation: int
 ) -> None:
     folders = [tmp_path / f"node{index}" for index in range(len(nodes))]
     for folder in folders:
         folder.mkdir()
     run = {"strategy": "lsdp", "sizes": (5, 3), "nodes": nodes, "folders": tuple(map(str, folders)), "dropout": True}
+    # Whether gradients stay on the device between micro-batches decides in which order they are added.
+    run["own_accumulation"] = accumulation
 
     def train(**options: Any) -> list:
         return on_device("accelerator_training", "trained_in_parts", {**run, **options}, ranks=2, nodes=nodes)
@@ -84,9 +90,15 @@ def test_a_run_goes_on_with_the_same_bits(
 
 
 def test_a_profile_measures_every_rank(on_device: Callable[..., list]) -> None:
-    measured = on_device("accelerator_training", "profiled", ranks=2, timeout=100)
-    assert measured[0] == measured[1]
-    assert len(measured[0]) == 2 and min(measured[0]) > 0
+    to_device, to_host = 4e9, 1e9
+    one, other = on_device("accelerator_training", "profiled", to_device, to_host, ranks=2, timeout=100)
+    assert one == other
+    assert len(one["seconds"]) == 2 and min(one["seconds"]) > 0
+    for host in one["hosts"]:
+        # A busy machine copies later, never faster.
+        assert 0 < host["to_device_bytes_per_second"] <= 1.01 * to_device
+        assert 0 < host["to_host_bytes_per_second"] <= 1.01 * to_host
+        assert host["optimizer_seconds_per_parameter"] > 0 < host["memory_bytes"]
 
 
 def test_evaluations_and_closing_have_the_weights_of_the_last_step(on_device: Callable[..., list]) -> None:

@@ -62,7 +62,16 @@ def test_nodes_train_as_one_process(on_device: Callable[..., list], nodes: tuple
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulation": 3}, {"pairs": True}, {"ahead": 2}, {"dtype": "float32"}], ids=str
+    "options",
+    [
+        {"accumulation": 3},
+        {"accumulation": 3, "model": "OnStreams"},
+        {"accumulation": 3, "drops": True},
+        {"pairs": True},
+        {"ahead": 2},
+        {"dtype": "float32"},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("slow", SLOW)
 def test_ways_to_train(on_device: Callable[..., list], options: dict[str, Any], slow: str) -> None:

@@ -27,6 +27,7 @@ from device_build import load_extension
 NAME = "emulated"
 BACKEND = "emulated_gloo"
 NO_LIMIT = 2**62
+_limit = NO_LIMIT  # bytes of the device
 
 _extension = load_extension()
 synchronize = _extension.synchronize
@@ -57,6 +58,8 @@ def configure(
         compute_delay: seconds that each operator takes longer.
         limit: bytes of the device.
     """
+    global _limit
+    _limit = limit
     _extension.configure(to_device, to_host, copy_delay, collective_delay, compute_delay, limit)
 
 
@@ -111,6 +114,8 @@ def _device_module() -> ModuleType:
     module.stream, module.current_stream = stream, current_stream
     module.empty_cache = empty_cache
     module.register_host_memory = register_host_memory
+    module.memory_reserved = lambda device=None: counts()["reserved_device_bytes"]
+    module.mem_get_info = lambda device=None: (_limit - counts()["reserved_device_bytes"], _limit)
     module.memory_allocated = lambda device=None: counts()["device_bytes"]
     module.max_memory_allocated = lambda device=None: counts()["peak_device_bytes"]
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

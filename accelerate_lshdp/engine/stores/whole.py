@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Whole parameters on every rank: gradients are summed in buckets while the backward goes on.
 
 All of a model under ``ddp``, and on CPUs under ``lsdp`` with one rank a node; units of it under ``osdp``.

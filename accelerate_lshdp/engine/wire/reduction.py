@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How gradients travel: the interface of a reduction between ranks, and FSDP2's two collectives for gloo.
 
 A new format is one more class behind ``GradientReduction``, registered by `wire_format` in a file of its own, and one

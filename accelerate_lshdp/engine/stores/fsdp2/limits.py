@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Refuses, with a message, what needs whole parameters and so does not work where FSDP2 shards them."""
 
 from __future__ import annotations

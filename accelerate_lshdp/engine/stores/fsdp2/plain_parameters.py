@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Parameters of a sharded model that cannot be cut: numbers (CLIP's ``logit_scale``) and empty ones."""
 
 from __future__ import annotations

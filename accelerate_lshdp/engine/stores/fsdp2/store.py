@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Parameters that FSDP2 shards over ranks: all of a model, or some units of it.
 
 ``fully_shard`` shards each unit over a one-dimensional mesh: the world, or this node's ranks. Where nodes hold copies,

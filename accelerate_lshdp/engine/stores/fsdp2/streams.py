@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Lifetime of memory that one stream of a device has allocated and another one uses."""
 
 from __future__ import annotations

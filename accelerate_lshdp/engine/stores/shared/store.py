@@ -246,7 +246,8 @@ class SharedStore(Store):
                 "one accelerator.backward for each forward, and checkpointing with use_reentrant=False"
             )
         known = self._gradients[index]
-        self._gradients[index] = parameter.grad if known is None else known.add_(parameter.grad)
+        new = self._new_gradient(index, parameter.grad)
+        self._gradients[index] = new if known is None else known.add_(new)
         # So that autograd does not add to a tensor that the thread may be reading by now.
         parameter.grad = None
         self._filled[number].add(index)
@@ -264,7 +265,15 @@ class SharedStore(Store):
             gradients = [self._gradients[index] for index in indices]
             for index in indices:
                 self._gradients[index] = None
-            self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
+            self._hand_in(number, indices, gradients)
+
+    def _new_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What autograd's gradient adds to a parameter's."""
+        return gradient
+
+    def _hand_in(self, number: int, indices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+        """Hands in this rank's part of a bucket: the gradients of the parameters of these indices."""
+        self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
 
     def deliver(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
@@ -281,8 +290,12 @@ class SharedStore(Store):
         self._changes = self._reduction.changes
         if self._synchronise:
             self._earlier.clear()
-        self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
+        self._note_versions()
         self._synchronise = False
+        self._before = []
+
+    def _note_versions(self) -> None:
+        self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
 
     def _add_earlier(self, number: int) -> None:
         for index in self._layout[number]:
@@ -293,11 +306,13 @@ class SharedStore(Store):
         self._synchronise = False
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
+        self._before = []
         if not self._holds_local:
             self._earlier.clear()
 
     def abandon(self) -> None:
         self._synchronise = self._holds_local = False
+        self._before = []
         self._reduction.abandon()
         self._gradients = [None] * len(self._parameters)
         self._earlier.clear()

@@ -29,7 +29,7 @@ class NodeTable:
 
     Every place has one rank that writes it, and counters only grow: so readers need no lock, and see an older state at
     worst. Numbers are 8 bytes, aligned, which processors write as a whole. Neither numpy nor Python orders these
-    writes for other processors: ``NodeReduction`` does, around each of them.
+    writes for other processors: ``NodeRanks`` does, around each of them.
 
     Attributes:
         entered: the backward that each rank has begun, shape (ranks,).
@@ -44,6 +44,8 @@ class NodeTable:
         stepped: the optimizer's step in which each rank has stepped its parameters of each part of the model, shape
             (ranks, parts); steps are numbered from 1. Used where parts are stepped one after the other.
         broken: the last of these steps that each rank has failed to make, shape (ranks,).
+        votes: whether each rank can keep gradients for itself until the last micro-batch of a step, from the next one
+            on, and whether it has done so in this one (-1: it has none); shape (2, ranks, 2), used in turn.
         posted: numbers for the others, shape (2, numbers): used in turn, so that one can be read while the next
             is written.
     """
@@ -51,7 +53,7 @@ class NodeTable:
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout, parts: int = 0) -> None:
         one_a_rank = ("entered", "failed", "arrived", "collectives", "taken", "broken")
         self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
-        self._shapes |= {"purposes": (2, ranks), "stepped": (ranks, parts)}
+        self._shapes |= {"purposes": (2, ranks), "stepped": (ranks, parts), "votes": (2, ranks, 2)}
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}
         self._numbers = numbers
         self._posted_place = layout.place(16 * numbers)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
+from accelerate_lshdp.runtime.option_advice import option_advice
 
 
 def register_with_device(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -51,3 +53,26 @@ def _unregister_from_cuda(address: int, device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # a unit that was fetched for nothing may still be on its way
         torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Registers a node's memory with the devices of all ranks (collective).
+
+    Raises:
+        NodeMemoryError: on all ranks, if a device cannot use it.
+    """
+    error, unregister = None, None
+    try:
+        unregister = register_with_device(memory, device)
+    except Exception as caught:  # whatever it is: the other ranks wait in the collective below
+        error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
+    # All ranks tell, whatever happened to them: this call is collective.
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        if unregister is not None:
+            unregister()
+        raise NodeMemoryError(
+            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
+        )
+    return unregister

@@ -14,24 +14,27 @@ copied to the device. Each rank brings those up to date that it has stepped, whi
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES
-from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.module_state import change, is_noop_conversion
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
-from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
+from accelerate_lshdp.engine.stores.streamed.buffers import move, move_buffers
 from accelerate_lshdp.engine.stores.streamed.gradients import DeviceGradients
+from accelerate_lshdp.engine.stores.streamed.kept_gradients import KeptGradients
 from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
-from accelerate_lshdp.engine.stores.streamed.pinning import register_with_device
+from accelerate_lshdp.engine.stores.streamed.micro_batches import MicroBatches
+from accelerate_lshdp.engine.stores.streamed.pinning import register_on_all_ranks, register_with_device
 from accelerate_lshdp.engine.stores.streamed.streaming import Streaming
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
+from accelerate_lshdp.engine.stores.streamed.waiting import PartOfGradient, let_go, part_of_gradient
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
 
@@ -46,6 +49,7 @@ class StreamedStore(SharedStore):
         ahead: number of units that are copied while one computes.
         compute_dtype: that units compute in; None: that of their parameters.
         output_dtype: that floating-point outputs of the model are cast to, None: as they are.
+        keeps_gradients: whether gradients stay on the device until the last micro-batch of a step, if they fit.
         *args: as for `SharedStore`; the model may be in host memory or on the device.
         **kwargs: likewise.
 
@@ -62,6 +66,7 @@ class StreamedStore(SharedStore):
         ahead: int,
         compute_dtype: torch.dtype | None,
         output_dtype: torch.dtype | None,
+        keeps_gradients: bool,
         **kwargs: Any,
     ) -> None:
         self._device = device
@@ -71,6 +76,7 @@ class StreamedStore(SharedStore):
         self._compute_dtype = compute_dtype
         self._output_dtype = output_dtype
         self._are_cast = False
+        self._may_keep = keeps_gradients
         super().__init__(*args, **kwargs)
 
     # Setting up: first places in the memory that is still to be made, then what lies there
@@ -83,7 +89,7 @@ class StreamedStore(SharedStore):
                     "copied to the device would not have what that class adds. Use "
                     f"{option_advice('intra_node', 'collectives')} or strategy ddp"
                 )
-            self.context.attachments.at_removal(functools.partial(_move, parameter, parameter.device))
+            self.context.attachments.at_removal(functools.partial(move, parameter, parameter.device))
         # Unit by unit, so that each is one piece, which is copied at once.
         self._members = self._divide()
         places = {index: layout.place(_bytes_of(self._everything[index])) for index in sum(self._members, [])}
@@ -124,8 +130,12 @@ class StreamedStore(SharedStore):
         return self._compute_dtype if casts else parameter.dtype
 
     def _take_memory(self, memory: NodeMemory, masters: Sequence[torch.Tensor], topology: Topology) -> GradientSource:
+        self._is_alone = topology.world_size == 1
+        # Weakly, as gradients have it, and they must not keep the model alive.
+        used = weakref.WeakMethod(self._part_is_used)
+        self._settle_parts = lambda: (found := used()) and found()
         self._bytes = memory.whole()
-        register = register_with_device if topology.world_size == 1 else _register_on_all_ranks
+        register = register_with_device if topology.world_size == 1 else register_on_all_ranks
         # Also where the model is dropped, and not closed: memory that is registered must not be unmapped.
         memory.at_end(register(self._bytes, self._device))
         self._casts = {}
@@ -137,6 +147,7 @@ class StreamedStore(SharedStore):
             if memory.local_rank == 0:
                 self._cast(masters, self._casts)
         self._arriving = DeviceGradients(self._device, self._bytes[self._staging])
+        self._kept = KeptGradients(self._parameters, self._device, self._arriving)
         return self._arriving
 
     def _make_leaves(self) -> list[torch.Tensor]:
@@ -152,6 +163,7 @@ class StreamedStore(SharedStore):
             places = list(zip(offsets, dtypes, strict=True))
             units.append(StreamedUnit(modules, masters, source, places, self._device, copies))
         self._copies = copies
+        self._micro_batches = MicroBatches(self._kept, self._reduction, self._may_keep)
         self._late = self._make_late_step()
         self._streaming = Streaming(
             units,
@@ -163,7 +175,7 @@ class StreamedStore(SharedStore):
             casts_rest=self._has_rest,
             attachments=self.context.attachments,
         )
-        _move_buffers(self.module, self._device, self.context.attachments)
+        move_buffers(self.module, self._device, self.context.attachments)
         places = {id(m): (unit, place) for unit in units for place, m in enumerate(unit.masters)}
         self._place_in_unit = [places[id(parameter)] for parameter in self._parameters]
         leaves = [unit.leaves[place] for unit, place in self._place_in_unit]
@@ -172,6 +184,7 @@ class StreamedStore(SharedStore):
         self._are_stepped = False
         self._ids = {id(parameter) for parameter in self._everything}
         self.context.attachments.at_removal(self._stop_reading)
+        self.context.attachments.at_removal(self._leave_no_parts)
         for master in self._parameters:
             self.context.attachments.add(master.register_post_accumulate_grad_hook(_refuse_gradient_of_master))
         streaming, late = self._streaming, self._late
@@ -232,7 +245,25 @@ class StreamedStore(SharedStore):
             leaf.grad = None  # of a backward of the script's own
         self._streaming.backward_begins()
         self._arriving.begin()
+        self._micro_batches.begin(synchronise, goes_on=self._holds_local)
         super().begin(synchronise)
+        if self._holds_local and not self._micro_batches.are_on_host:
+            self._fresh = [True] * len(self._fresh)  # what is on the host is of the step before
+
+    def _new_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        return self._kept.add(index, gradient, keeps=self._micro_batches.keeps)
+
+    def _hand_in(self, number: int, indices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+        # Also those of parameters that only micro-batches before this one have used.
+        gradients = [self._kept.take(i) if g is None else g for i, g in zip(indices, gradients, strict=True)]
+        if not self._micro_batches.keeps:
+            super()._hand_in(number, indices, gradients)
+            return
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None:
+                self._kept.keep(index, gradient)
+        # The ranks of the node count their backwards together.
+        self._reduction.ready(number, [None] * len(indices), [False] * len(indices), synchronise=False)
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         self._arriving.computed_here()
@@ -241,13 +272,67 @@ class StreamedStore(SharedStore):
 
     def finish(self) -> None:
         self._streaming.backward_ends()
+        synchronised = self._synchronise
         super().finish()
+        self._micro_batches.end(synchronised)
+        if synchronised:
+            return
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                parameter.grad = part_of_gradient(self._views[index], self._settle_parts)
+
+    def _part_is_used(self) -> None:
+        """Called by who needs a gradient of which there are parts only: one process alone may have it."""
+        if not self._is_alone:
+            raise RuntimeError(
+                "found gradients in use between two micro-batches of an optimizer step, while each rank has parts of "
+                "them only. Read, change or clip gradients under `if accelerator.sync_gradients:`, after the last "
+                f"micro-batch, where they are those of all ranks; or use {option_advice('intra_node', 'collectives')}"
+            )
+        self._bring_parts()
+
+    def _bring_parts(self) -> None:
+        """Adds to the gradients in host memory what is on the device, and lets them be read."""
+        parts = [p.grad for p in self._parameters if isinstance(p.grad, PartOfGradient)]
+        let_go(parts)
+        brought = self._kept.take_all()
+        for index, view in self._views.items() if self._holds_local else ():
+            if not self._micro_batches.are_on_host:
+                view.zero_()
+            if index in brought:
+                view.add_(brought[index])
+        self._micro_batches.are_on_host = True
+        self._note_versions()
+
+    def holds_gradients(self, among: Collection[int] | None = None) -> bool:
+        if not self._holds_local:
+            return super().holds_gradients(among)
+        on_host = self._views.items() if self._micro_batches.are_on_host else ()
+        asked = [view for index, view in on_host if among is None or id(self._parameters[index]) in among]
+        return self._kept.hold_any(among) or any(bool(view.any()) for view in asked)
+
+    def drop_gradients(self) -> None:
+        super().drop_gradients()
+        self._micro_batches.drop()
+
+    def _leave_no_parts(self) -> None:
+        """Drops gradients that are not whole, and never will be."""
+        if self._holds_local:
+            self._bring_parts() if self._is_alone else self.drop_gradients()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        # It decides in which order micro-batches and ranks are added.
+        return {"keeps_gradients": torch.tensor(self._micro_batches.all_keep)}
+
+    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+        self._micro_batches.go_on(bool(state.get("keeps_gradients", False)))
 
     def cancel(self) -> None:
         self._streaming.backward_ends()
         super().cancel()
 
     def abandon(self) -> None:
+        self._micro_batches.give_up()
         try:
             self._streaming.backward_ends()
         finally:  # other ranks of the node wait to be told
@@ -263,6 +348,8 @@ class StreamedStore(SharedStore):
         self._late.settle()
         # The same on all ranks, so those of the node wait for each other's steps or do not.
         self._are_stepped = stepping is None or not self._ids.isdisjoint(stepping)
+        if self._are_stepped and self._holds_local:
+            self._part_is_used()
         if self._are_stepped:
             # Before the other ranks are told that this one is done with the parameters as they are: the device reads
             # them as long as copies are under way.
@@ -333,42 +420,5 @@ def _refuse_gradient_of_master(parameter: torch.Tensor) -> None:
     )
 
 
-def _register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Registers a node's memory with the devices of all ranks (collective).
-
-    Raises:
-        NodeMemoryError: on all ranks, if a device cannot use it.
-    """
-    error, unregister = None, None
-    try:
-        unregister = register_with_device(memory, device)
-    except Exception as caught:  # whatever it is: the other ranks wait in the collective below
-        error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
-    # All ranks tell, whatever happened to them: this call is collective.
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if any(errors):
-        if unregister is not None:
-            unregister()
-        raise NodeMemoryError(
-            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
-        )
-    return unregister
-
-
 def _leave_apart() -> None:
     """Stands in for ``flatten_parameters`` of recurrent modules, which is an optimisation alone."""
-
-
-def _move_buffers(module: nn.Module, device: torch.device, attachments: Attachments) -> None:
-    """Moves a module's buffers to the device, and back when the attachments are removed."""
-    for buffer in module.buffers():
-        attachments.at_removal(functools.partial(_move, buffer, buffer.device))
-        _move(buffer, device)
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        gradient, tensor.grad = tensor.grad, None
-        tensor.data = tensor.data.to(device)
-        tensor.grad = None if gradient is None else gradient.to(device)

@@ -40,13 +40,14 @@ class _Waiting:
     """What both classes of tensors do; ``_lshdp_settle`` of each tensor waits, and gives it its own class again."""
 
     __slots__ = ()  # as classes can only be exchanged that lay out their objects alike
+    _harmless = _HARMLESS
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _HARMLESS:
+        if function in cls._harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         for value in tree_leaves((args, kwargs)):
@@ -80,6 +81,12 @@ class WaitingTensor(_Waiting, torch.Tensor):
     """A gradient that a step still reads, or a part of an optimizer's state that it changes."""
 
 
+class PartOfGradient(_Waiting, torch.Tensor):
+    """The place of a gradient that is not there yet; who asks where it is, or how often it was changed, may know."""
+
+    _harmless = _HARMLESS | {torch.Tensor.data_ptr, torch.Tensor._version.__get__}
+
+
 _CLASSES = {nn.Parameter: WaitingParameter, torch.Tensor: WaitingTensor}
 
 
@@ -90,9 +97,22 @@ def let_wait(tensors: Sequence[torch.Tensor], settle: Callable[[], None]) -> Non
         tensor.__class__ = _CLASSES[type(tensor)]
 
 
+def part_of_gradient(place: torch.Tensor, settle: Callable[[], None]) -> PartOfGradient:
+    """What a parameter has in ``.grad`` while parts of its gradient are elsewhere.
+
+    Args:
+        place: of the gradient, when it is there.
+        settle: called by who needs values: brings them there and calls `let_go`, or raises an error.
+    """
+    part = place.detach()
+    part._lshdp_settle = settle
+    part.__class__ = PartOfGradient
+    return part
+
+
 def let_go(tensors: Sequence[torch.Tensor]) -> None:
     """Gives tensors their own classes again."""
-    own = {waiting: cls for cls, waiting in _CLASSES.items()}
+    own = {waiting: cls for cls, waiting in _CLASSES.items()} | {PartOfGradient: torch.Tensor}
     for tensor in tensors:
         if isinstance(tensor, _Waiting):
             tensor.__class__ = own[type(tensor)]
