@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Fixtures of all tests: the worker pools, and a process in which no test sees what another one left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What the checkpoint tests share: a small model under each layout, its full state read without checkpoint code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Heterogeneous loaders without processes: one fake context a rank, whose agreements are compared."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Trains a tiny model with the accelerator and compares it with one process: the body of invariant 1's tests."""
 
 from __future__ import annotations

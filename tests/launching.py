@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The environment that a launcher gives its ranks, and real processes started in it.
 
 `launch` is for tests that need a whole script: its own process group, its own exit. Tests of functions are cheaper in

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Where patterns that could go wrong in silence run: all nodes and strategies with `-m slow`, some by default."""
 
 from __future__ import annotations

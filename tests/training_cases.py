@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Tiny real models, deterministic data, and one process in plain torch that says what training must give.
 
 `reference_run` is the oracle of invariant 1: it uses nothing of this package. Losses are written out here, because

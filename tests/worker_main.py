@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """One rank of the worker pool: joins the process group, then runs one case after another (see workers.py).
 
 Run as `python worker_main.py FD RANK WORLD_SIZE PARENT_PID STACKS_FILE`. Requests and replies are pickles, one a

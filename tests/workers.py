@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """A pool of worker processes that runs distributed test cases: started once per world size, used by many tests.
 
     def reduce_rank(factor):                                  # top-level function of a test module

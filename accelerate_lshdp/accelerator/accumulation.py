@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Which gradients wait for others of their optimizer step: accelerate's ``accumulate`` under a plan."""
 
 from __future__ import annotations

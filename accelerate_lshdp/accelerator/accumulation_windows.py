@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The batches that are accumulated for one optimizer step belong together: whether a script left some of them out.
 
 A batch knows where it stands in its step. So a script that leaves out the first batches of a step would make it from a

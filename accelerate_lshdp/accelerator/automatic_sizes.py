@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Automatic batch sizes in a run: what steps took goes to the `Rebalancer`, its decisions go to the loaders.
 
 Every rank does the same with the same numbers. They travel with the reports that ranks exchange in each step anyway,

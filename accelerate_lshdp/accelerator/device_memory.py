@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The largest micro-batch that fits the memory of a device, judged from those that were trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What prepared loaders ask of the session and tell it."""
 
 from __future__ import annotations

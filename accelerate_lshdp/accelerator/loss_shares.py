@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """By how much each loss of a process counts in its optimizer step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Collectives that a script calls itself: gathering metrics under unequal batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Whether a model can be trained under the plan, before it is placed."""
 
 from __future__ import annotations

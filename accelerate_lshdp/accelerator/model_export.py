@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Weights of prepared models for use elsewhere, by plain ``from_pretrained`` for example."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What a run is told to do: plan, options and environment, resolved in one place and agreed on by all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The user's options, beside accelerate's FSDP and DeepSpeed plugins: keywords, environment, or the plan."""
 
 from __future__ import annotations

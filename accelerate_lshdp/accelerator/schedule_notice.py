@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """A learning rate schedule that does not fit the plan's global batches, told when it is prepared."""
 
 from __future__ import annotations

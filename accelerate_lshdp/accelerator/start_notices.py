@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Precision and settings of other engines, settled when an accelerator is made."""
 
 from __future__ import annotations

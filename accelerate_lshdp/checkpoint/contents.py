@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The contents of a checkpoint: its files, and the tensors and values that each is made of.
 
 | file | holds |

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """A checkpoint as a folder that is complete under its final name, or not there at all.
 
 A writer fills a hidden folder beside the final name, brings it to the disk, and renames it. The manifest is written

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The manifest of a checkpoint: its identity, files and checksums, written last and read first."""
 
 from __future__ import annotations

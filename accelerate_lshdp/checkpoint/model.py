@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The tensors of a model by names that are the same under every strategy, and a stream of them as full tensors."""
 
 from __future__ import annotations

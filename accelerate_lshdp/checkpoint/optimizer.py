@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """An optimizer's state by the names of its parameters, so that their order, sharding and grouping may change."""
 
 from __future__ import annotations

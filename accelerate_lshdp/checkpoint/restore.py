@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Restores the objects of a run from the files of a checkpoint: everything is checked before anything changes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The random number generators of a rank: python, numpy, torch on the CPU and torch on the device."""
 
 from __future__ import annotations

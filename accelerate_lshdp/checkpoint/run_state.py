@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Saves and loads a run: one format for all strategies, complete on every node, never half-written.
 
 The format is described in `contents` (files), `typed_json` (values) and `folder` (the folder and its manifest). No

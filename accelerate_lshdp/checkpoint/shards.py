@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Converts between what a rank holds of a tensor (all, or a shard of a DTensor) and the full one of a checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Streams full tensors, whole or sharded in this run, into a file on each node, one tensor at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Writes safetensors files tensor by tensor and reads them slice by slice.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length of the header, the header

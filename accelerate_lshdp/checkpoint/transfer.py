@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Finds the newest checkpoint that is complete on some node, and brings it to all nodes."""
 
 from __future__ import annotations

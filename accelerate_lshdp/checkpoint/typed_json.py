@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Converts Python values to JSON plus tensors, and back, type for type, without pickle.
 
 JSON's own values stand for themselves. Everything else is an object with the key ``"$"``: tuples, dictionaries with

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""How many bytes a node has to send to others in a step, by what the strategies do (docs and design, section 1)."""
+"""How many bytes a node has to send to others in a step, by what the strategies do (docs/how_it_works.md)."""
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Which batch the script is working on: the link between loaders, ``accumulate``, forwards and ``backward``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What a loader asks of the accelerator that prepared it, and tells it."""
 
 from __future__ import annotations

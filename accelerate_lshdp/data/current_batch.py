@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Which batch the script looks at: what metrics are of, whether that batch is trained or not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How a global batch is cut over ranks and micro-batches: integers only, the same on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How many labels the samples of a batch have, by every way that losses count them."""
 
 from __future__ import annotations

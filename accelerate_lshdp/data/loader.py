@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The loader that scripts iterate: it tells training from evaluation passes, and keeps the position."""
 
 from __future__ import annotations

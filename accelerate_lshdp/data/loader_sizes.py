@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How many samples the batches of a loader have: the plan's, or those that its own batch size makes.
 
 `LoaderSizes.count` says how many global batches an epoch has; `len(loader)` is made of it in `loader`.

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The order in which a map-style loader reads its samples: the same on every rank, for every plan and after a restart.
 
 Four kinds of order are told apart:

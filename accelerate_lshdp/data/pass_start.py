@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Where a training pass starts: with an epoch, at a restored position, or after batches that are skipped."""
 
 from __future__ import annotations

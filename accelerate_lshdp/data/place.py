@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Where a batch stands in its epoch, global batch and optimizer step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Writes the places of a rank's micro-batches."""
 
 from __future__ import annotations

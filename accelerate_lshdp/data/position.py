@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How far a loader's data is trained, in samples: what a checkpoint keeps and a resumed pass starts from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Heterogeneous data loading: every rank reads its own number of samples of each global batch.
 
 `prepare_loader` turns a user's DataLoader into a `HeterogeneousDataLoader`; `skip_first_batches` and the loader's

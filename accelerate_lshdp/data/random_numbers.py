@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Random numbers of data loading: derived from the seed, the epoch and the sample, never from how far something ran.
 
 Worker processes draw with Python's, numpy's and torch's global generators. Seeded once a pass, as torch does, a sample

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Map-style data: one stream of indices, cut in global batches, of which each rank reads its own slices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Sizes that change in the middle of a training pass: which sizes each global batch is cut with.
 
 Loaders of several ranks run ahead of training by different amounts. So that all of them change their sizes at the same

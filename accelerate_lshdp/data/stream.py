@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """IterableDataset: every rank reads the whole stream and keeps its slice of each global batch.
 
 A worker (or the main process, without workers) cuts its stream in global batches and sends each as one `Bundle`, of

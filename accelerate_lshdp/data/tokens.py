@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Loss tokens of an optimizer step, or labels of a global batch, known before the first micro-batch is trained on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """How much a loss counts, so that unequal batches give exactly the gradient of the global batch.
 
 With losses that are means over each rank's own micro-batch, the gradient of the global batch of B samples is

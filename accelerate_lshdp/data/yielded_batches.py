@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The batches of training passes that a script may still train, and how they are recognised by their tensors."""
 
 from __future__ import annotations

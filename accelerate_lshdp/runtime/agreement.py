@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Agreement about errors: what fails on one rank is raised on every rank, and none of them hangs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Chooses the device that this process trains on, and sets it for accelerate before any of its state exists."""
 
 from __future__ import annotations

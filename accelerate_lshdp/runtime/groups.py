@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The process groups of a world, each made once and by all ranks in the same order."""
 
 from __future__ import annotations

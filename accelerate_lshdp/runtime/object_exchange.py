@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Exchange between ranks while they save or load: small objects, tensors, and whether something failed."""
 
 from __future__ import annotations

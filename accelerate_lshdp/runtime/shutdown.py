@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Ends communication before the interpreter shuts down, so that the process exits cleanly.
 
 gloo's worker threads can drop the last reference to a finished collective after the interpreter began to shut down.

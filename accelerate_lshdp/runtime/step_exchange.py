@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Exchanges the few numbers that ranks tell each other in a step, over the host so that no device is waited for."""
 
 from __future__ import annotations

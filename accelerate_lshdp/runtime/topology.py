@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The topology of a run: which rank runs on which node.
 
 A *node* is what one launcher process started: torchrun and ``accelerate launch`` tell every rank its node

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Gathers tensors whose first dimension differs between ranks, as it does with unequal batches."""
 
 from __future__ import annotations

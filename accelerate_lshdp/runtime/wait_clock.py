@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The seconds that a rank spends blocked in communication, measured and labelled ``lshdp::wait`` in a profile."""
 
 from __future__ import annotations

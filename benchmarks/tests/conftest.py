@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What only the tests of the benchmarks need; fixtures of all tests are in the conftest.py of the root."""
 
 from __future__ import annotations

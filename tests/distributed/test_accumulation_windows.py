@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Accumulated steps that a script leaves open, or begins inside: exact, or an error on all ranks."""
 
 from __future__ import annotations

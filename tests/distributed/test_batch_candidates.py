@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Which batch is trained where no forward tells, because the models are given copies or changed inputs.
 
 Of the batches that the script may mean it is the only one, or one that counts like all of them; else all ranks stop

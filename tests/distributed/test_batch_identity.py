@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """A batch keeps its place whatever the script does with it: skipped, kept, fetched ahead, trained twice.
 
 Every pattern trains the gradient of the global batches that it names, as one process does, or is refused on all ranks

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Batch normalisation under equal batches: each rank's own micro-batch, rank 0's running statistics."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Invariant 6: what travels in a step is what the strategies' table says, with and without accumulation."""
 
 from __future__ import annotations

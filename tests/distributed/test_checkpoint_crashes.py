@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Killed writers, lost and damaged copies, full disks: nodes agree on the newest complete checkpoint, or all stop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What fails on one rank is raised on all, and a rank that has failed still takes part."""
 
 from __future__ import annotations

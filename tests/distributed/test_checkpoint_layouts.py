@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Saved under one layout, loaded under another: the same bits, on nodes that share no file system."""
 
 from __future__ import annotations

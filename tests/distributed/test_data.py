@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Same data whatever the plan (invariant 2): map-style loaders, read by all ranks without processes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Evaluation passes are those of stock accelerate, the plan notwithstanding."""
 
 from __future__ import annotations

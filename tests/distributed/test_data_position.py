@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Nothing lost (invariant 5): a pass resumed in mid-epoch reads what is left, under any plan and world size."""
 
 from __future__ import annotations

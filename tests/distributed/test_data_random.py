@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Augmentation in workers is that of the sample, not of who reads it when (invariants 2 and 5)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Streams (IterableDataset): every rank reads all of it and keeps its slice, whatever the plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Sizes that change within a pass: all ranks change at one global batch, and no global batch changes (invariant 2)."""
 
 from __future__ import annotations

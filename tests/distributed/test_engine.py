@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Parts of the engine: units, resolved policies, topology, clipping, scaling, options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Epochs that are left by ``break``: what the next pass reads, and what a run that resumes there goes on with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Invariant 1: every strategy, mesh, split and accumulation gives the gradient and parameters of one process.
 
 The default suite runs a pairwise selection (every pair of values of two factors occurs); ``-m slow`` runs all.

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Strategies on FSDP2 without what older torch lacks: it is taken away, and the engine does it itself."""
 
 from __future__ import annotations

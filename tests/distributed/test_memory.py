@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Memory that strategies really take on CPUs, in processes of their own: a pool's have what they have freed before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """``gather_for_metrics`` in training passes: of the batch at hand, whether it is trained or not."""
 
 from __future__ import annotations

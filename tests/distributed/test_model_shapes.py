@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Models that do not run once from end to end: branches, unused parameters, repeated blocks, two models (4.8)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Placements per unit (OSDP): exact whatever they are, and uniform ones do what the strategies do."""
 
 from __future__ import annotations

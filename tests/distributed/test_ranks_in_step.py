@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What one rank does differently is an error on all ranks before a wrong optimizer step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Invariant 5: nothing is lost. Saved in mid-epoch, restarted, resumed.
 
 Each node has its own folder. The interrupted run and the run that continues it share nothing but these.

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What the documents promise, on real ranks: evaluation, accumulation, weighting, unused parameters, gathering."""
 
 from __future__ import annotations

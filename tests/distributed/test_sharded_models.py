@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Models and optimizers that FSDP2 itself does not take: exact under every placement, or refused with what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The oracle and the data of the training tests: deterministic, and right where something else can tell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The worker pool itself: order, isolation, failures told apart, and recovery from hangs and deaths."""
 
 from __future__ import annotations

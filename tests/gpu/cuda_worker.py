@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """One rank of `test_cuda`: trains a setting on the first GPU, and prints how it compares.
 
 As a program: ``errors SETTING``, how far it is from one process on the CPU; ``same_bits SETTING``, whether it ends in

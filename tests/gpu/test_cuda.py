@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Invariant 1 on a GPU: one rank with NCCL, and two nodes of one rank that share a GPU, with gloo between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What scripts do beside the plain loop gives the gradient of the global batch or an error, never a wrong number."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """What is restored and what is refused, in one process: every refusal says why and leaves the run as it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Values as JSON plus tensors, type for type, and random number generators, which are such values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The folder of a checkpoint: complete under its final name or not there; leftovers; what belongs to others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The streaming safetensors writer and the sliced reader, against the safetensors library."""
 
 from __future__ import annotations

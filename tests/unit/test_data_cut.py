@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """A global batch is cut the same way everywhere, and nothing of it is lost."""
 
 from __future__ import annotations

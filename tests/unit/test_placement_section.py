@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The `placement` section of plans: what it may hold, and what is said of what it may not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Streams of devices: what a stream still uses is not given to another one. Devices are stood in for."""
 
 from __future__ import annotations
