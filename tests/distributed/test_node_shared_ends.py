@@ -127,60 +127,52 @@ class Slow(GradientSource):
         super().bring(noted, copied, summed)
 
 
-def test_a_rank_may_end_while_the_next_one_still_adds():
+@pytest.fixture
+def second_rank() -> Iterator[tuple[NodeReduction, NodeTable, socket.socket]]:
+    """The second rank of a node with one bucket, which it owns; the table, and the first rank's end of the socket."""
+    layout = Layout()
+    place = layout.place(16)
+    table = NodeTable(2, 1, 1, layout)
+    own, other = socket.socketpair()
+    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {0: own}, 1)
+    table.map(memory)
+    buffer = memory.tensor(place, (4,), torch.float32)
+    bucket = SharedBucket(buffer, [buffer], 1, None)
+    reduction = NodeReduction(memory, table, [bucket], WaitClock(), 20.0, source=Slow())
+    yield reduction, table, other
+    reduction.close()
+    other.close()
+
+
+def test_a_rank_may_end_while_the_next_one_still_adds(second_rank):
     """It has added its part, and fails: nobody waits for it, and it is its own error that is to be seen."""
-    layout = Layout()
-    place = layout.place(16)
-    table = NodeTable(2, 1, 1, layout)
-    own, other = socket.socketpair()
-    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {0: own}, 1)
-    table.map(memory)
-    buffer = memory.tensor(place, (4,), torch.float32)
-    reduction = NodeReduction(
-        memory, table, [SharedBucket(buffer, [buffer], 0, None)], WaitClock(), 20.0, source=Slow()
-    )
-    try:
-        reduction.begin()
-        table.entered[0] = table.added[0, 0] = 1
-        other.close()
-        reduction.ready(0, [torch.ones(4)], [True], False)
+    reduction, table, other = second_rank
+    reduction.begin()
+    table.entered[0] = table.added[0, 0] = 1
+    other.close()
+    reduction.ready(0, [torch.ones(4)], [True], False)
+    reduction.finish(False, lambda index: None)
+    assert reduction._buckets[0].buffer.tolist() == [1.0] * 4
+    # Of a part that the other one has not added, it is.
+    reduction.begin()
+    reduction.ready(0, [torch.ones(4)], [True], False)
+    with pytest.raises(NodeMemoryError, match="local rank 0 of this node has ended, but was to add its gradients"):
         reduction.finish(False, lambda index: None)
-        assert buffer.tolist() == [1.0] * 4
-        # Of a part that the other one has not added, it is.
-        reduction.begin()
-        reduction.ready(0, [torch.ones(4)], [True], False)
-        with pytest.raises(NodeMemoryError, match="local rank 0 of this node has ended, but was to add its gradients"):
-            reduction.finish(False, lambda index: None)
-    finally:
-        reduction.close()
 
 
-def test_a_rank_may_fail_in_its_next_backward_while_others_end_this_one():
+def test_a_rank_may_fail_in_its_next_backward_while_others_end_this_one(second_rank):
     """It has added its part of this one, and all ranks fail in the next one together."""
-    layout = Layout()
-    place = layout.place(16)
-    table = NodeTable(2, 1, 1, layout)
-    own, other = socket.socketpair()
-    memory = NodeMemory(mmap.mmap(-1, layout.bytes), os.memfd_create("unused"), {0: own}, 1)
-    table.map(memory)
-    buffer = memory.tensor(place, (4,), torch.float32)
-    reduction = NodeReduction(
-        memory, table, [SharedBucket(buffer, [buffer], 1, None)], WaitClock(), 20.0, source=Slow()
-    )
-    try:
-        reduction.begin()
-        table.entered[0], table.added[0, 0] = 2, 1
-        table.failed[0] = 2
-        reduction.ready(0, [torch.ones(4)], [True], True)
+    reduction, table, _ = second_rank
+    reduction.begin()
+    table.entered[0], table.added[0, 0] = 2, 1
+    table.failed[0] = 2
+    reduction.ready(0, [torch.ones(4)], [True], True)
+    reduction.finish(True, lambda index: None)
+    # In a backward that it has failed itself, it has not added anything.
+    reduction.begin()
+    reduction.ready(0, [torch.ones(4)], [True], True)
+    with pytest.raises(RuntimeError, match="the backward of local rank 0 of this node failed"):
         reduction.finish(True, lambda index: None)
-        # In a backward that it has failed itself, it has not added anything.
-        reduction.begin()
-        reduction.ready(0, [torch.ones(4)], [True], True)
-        with pytest.raises(RuntimeError, match="the backward of local rank 0 of this node failed"):
-            reduction.finish(True, lambda index: None)
-    finally:
-        reduction.close()
-        other.close()
 
 
 class Connections(Dataset):
