@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+
+from accelerate_lshdp.runtime.free_port import free_port
 
 
 TESTS = Path(__file__).resolve().parent
@@ -102,12 +103,6 @@ def apply_environment(environment: dict[str, str], changes: Mapping[str, str | N
         else:
             result[name] = value
     return result
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class LaunchedProcesses(subprocess.CompletedProcess):

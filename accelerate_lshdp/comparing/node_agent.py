@@ -19,10 +19,10 @@ from accelerate_lshdp.comparing.rank_processes import (
     RankError,
     RankPlace,
     RankProcesses,
-    free_port,
     rank_environment,
 )
 from accelerate_lshdp.comparing.results import describe_machine
+from accelerate_lshdp.runtime.free_port import free_port
 
 
 _COMMAND = (sys.executable, "-m", "accelerate_lshdp.comparing.rank")

@@ -23,6 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from accelerate_lshdp.runtime.free_port import free_port
 from accelerate_lshdp.runtime.parent_death import end_with
 
 
@@ -278,10 +279,3 @@ def rank_environment(
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -18,7 +18,8 @@ from typing import Any
 
 from accelerate_lshdp.comparing.launch import CALL_SECONDS, ENGINE, Launch
 from accelerate_lshdp.comparing.memory_meter import MemoryMeter, proportional_set_size
-from accelerate_lshdp.comparing.rank_processes import RankPlace, RankProcesses, free_port, rank_environment
+from accelerate_lshdp.comparing.rank_processes import RankPlace, RankProcesses, rank_environment
+from accelerate_lshdp.runtime.free_port import free_port
 from laboratory.emulated_cluster import Cluster, EmulatedCluster, Link, Node
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from laboratory.emulated_cluster.cgroups import ControlGroup
+
+from accelerate_lshdp.runtime.free_port import free_port
 
 
 #: Of a core, for each group: memory is measured here, not speed.
@@ -61,7 +62,7 @@ def train(jobs: Sequence[dict[str, Any]], nodes: Sequence[int]) -> list[list[Nod
         RuntimeError: a rank failed; it says how.
     """
     places = [(node, local) for node, ranks in enumerate(nodes) for local in range(ranks)]
-    port = _free_port()
+    port = free_port()
     with contextlib.ExitStack() as stack:
         groups = [
             stack.enter_context(ControlGroup(f"memory{node}", _AMPLE_CORES, memory_bytes=_AMPLE_BYTES)).paths[-1]
@@ -148,9 +149,3 @@ def _environment(rank: int, local: int, node: int, nodes: Sequence[int], port: i
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

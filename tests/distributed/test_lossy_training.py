@@ -6,8 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exactness import full
-from launching import free_port
+from launching import launch
 from lossy_reductions import new_reduction
 from payload_counting import PayloadCounter
 from torch.distributed.distributed_c10d import _world
@@ -351,22 +349,6 @@ elif sys.argv[2] == "both":
 def test_ends_cleanly_with_messages_under_way(tmp_path: Path, dtype: str, what: str) -> None:
     script = tmp_path / "ending.py"
     script.write_text(ENDING)
-    port = free_port()
-    places = [{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"} for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), dtype, what],
-            env={**os.environ, **place, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for place in places
-    ]
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert what == "both" or "ended: True" in outputs[0]
+    ended = launch([script, dtype, what], 2, timeout=60).processes
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert what == "both" or "ended: True" in ended[0].stdout
