@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils import cpp_extension
 
 
 FOLDER = Path(__file__).resolve().parent
+NAME = "emulated_device_extension"
 SOURCES = ["operators.cpp", "module.cpp"]
 # Hardly optimised: the kernels are torch's own, and compiling takes longer than all tests. With NDEBUG, as torch is
 # built with it: some of its classes have a member more without.
@@ -45,16 +47,21 @@ def load_extension() -> ModuleType:
     """Builds the extension if need be, and loads it into this process, where its device is there from then on."""
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
+    built = folder / "built"
     with (folder / "in_use").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        # torch's own lock is a file that stays if its owner is killed, and then is waited for forever.
-        (folder / "lock").unlink(missing_ok=True)
-        return cpp_extension.load(
-            "emulated_device_extension",
-            [str(FOLDER / name) for name in SOURCES],
-            extra_cflags=FLAGS,
-            build_directory=str(folder),
-        )
+        if not built.exists():
+            # torch's own lock is a file that stays if its owner is killed, and then is waited for forever.
+            (folder / "lock").unlink(missing_ok=True)
+            sources = [str(FOLDER / name) for name in SOURCES]
+            module = cpp_extension.load(NAME, sources, extra_cflags=FLAGS, build_directory=str(folder))
+            built.touch()
+            return module
+    # Not by torch's loader: it would compile everything again for another checkout with the same sources.
+    spec = importlib.util.spec_from_file_location(NAME, folder / f"{NAME}.so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":
