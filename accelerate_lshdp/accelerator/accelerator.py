@@ -23,7 +23,7 @@ from accelerate_lshdp.accelerator.creation import created
 from accelerate_lshdp.accelerator.ddp_options import refuse_ddp_options
 from accelerate_lshdp.accelerator.held_gradients import refuse_to_clip_parts
 from accelerate_lshdp.accelerator.loader_context import SessionLoaderContext
-from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet
+from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet, where_it_was
 from accelerate_lshdp.accelerator.model_checks import checked
 from accelerate_lshdp.accelerator.model_export import fits_one_file, full_state, write_weights
 from accelerate_lshdp.accelerator.optimizer_steps import OptimizerSteps, PreparedOptimizer
@@ -500,12 +500,14 @@ class LSHDPAccelerator(Accelerator):
     @failures_explained()
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         meet(self.session, "reduce")
-        return super().reduce(tensor, reduction, scale)
+        reduce = super().reduce
+        return where_it_was(tensor, lambda own: reduce(own, reduction, scale))
 
     @failures_explained()
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         meet(self.session, "pad_across_processes")
-        return super().pad_across_processes(tensor, dim, pad_index, pad_first)
+        pad = super().pad_across_processes
+        return where_it_was(tensor, lambda own: pad(own, dim, pad_index, pad_first))
 
     @failures_explained()
     def wait_for_everyone(self) -> None:

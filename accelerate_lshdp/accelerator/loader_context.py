@@ -14,6 +14,7 @@ from accelerate.state import GradientState
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.place import PlacedBatch
 from accelerate_lshdp.documents.plan import RankBatch
+from accelerate_lshdp.runtime.groups import carried
 
 
 class SessionLoaderContext:
@@ -54,6 +55,7 @@ class SessionLoaderContext:
         own = torch.initial_seed() if data_seed is None else data_seed
         seed = torch.tensor([own % 2**63], dtype=torch.int64, device=self._session.device)
         if self.world_size > 1:
+            seed = carried(seed)
             dist.broadcast(seed, src=0)
         self._session.seed = int(seed.item())
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from accelerate.utils.operations import gather_object, recursively_apply
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.place import MicroBatchPlace
+from accelerate_lshdp.runtime.groups import carried
 from accelerate_lshdp.runtime.uneven_gather import gather_unequal
 
 
@@ -36,6 +40,26 @@ def gather(session: Session, tensor: Any) -> Any:
     """Concatenates tensors of all ranks along the first dimension, whose size may differ between ranks."""
     meet(session, "gather")
     return gather_unequal(tensor)
+
+
+def where_it_was(data: Any, call: Callable[[Any], Any]) -> Any:
+    """Lets a collective of accelerate work on tensors that the world carries; its results are where the tensors were.
+
+    Args:
+        data: a tensor, or nested lists, tuples and dictionaries of tensors.
+        call: gives as many tensors, for tensors that may be copies in host memory.
+    """
+    if not dist.is_initialized():
+        return call(data)
+    devices: list[torch.device] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        devices.append(tensor.device)
+        return carried(tensor)
+
+    taken = recursively_apply(take, data)
+    places = iter(devices)
+    return recursively_apply(lambda tensor: tensor.to(next(places)), call(taken))
 
 
 def gather_metrics(session: Session, place: MicroBatchPlace, data: Any, use_gather_object: bool) -> Any:

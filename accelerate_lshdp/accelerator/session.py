@@ -33,6 +33,7 @@ from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.failures import failures_explained
+from accelerate_lshdp.runtime.groups import meets_on_hosts
 from accelerate_lshdp.runtime.step_exchange import RankReport, StepExchange
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
@@ -181,7 +182,8 @@ class Session:
         """Resolves what the plan means on these nodes, or raises on all ranks (collective)."""
         error: Exception | None = None
         try:
-            self.topology = Topology.discover(self.rank, self.world_size)
+            self.topology = Topology.discover(self.rank, self.world_size, device_type=self.device.type)
+            self._check_that_devices_meet()
             self.policies = self.options.policies(
                 self.topology,
                 device_type=self.device.type,
@@ -190,6 +192,7 @@ class Session:
             )
             plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.world_size)
             plan.check(self.world_size, self.policies.shard_groups, self.topology.node_sizes)
+            self._check_device_of_plan()
             if plan.automatic is not None:
                 self.sizing = AutomaticSizes(plan, self.device, self._most_samples)
             if not self.plan.leaves_total_open:
@@ -197,6 +200,47 @@ class Session:
         except (ValueError, RuntimeError) as found:
             error = found
         self.raise_everywhere(error)
+
+    def _check_that_devices_meet(self) -> None:
+        """Checks that nodes with different types of devices can exchange gradients.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        if not self.topology.mixes_devices:
+            return
+        found = f"found nodes with devices of types {', '.join(self.topology.device_types)}"
+        if not meets_on_hosts():
+            raise ValueError(
+                f"{found} and process groups over {dist.get_backend_config()}, expected gloo on all ranks: devices of "
+                "different types meet in host memory. Give Accelerator "
+                'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
+            )
+        if self.finds_placement:
+            raise ValueError(
+                f"{found} and a placement that the run is to find, expected strategy lsdp: gradients of different "
+                "devices meet in host memory"
+            )
+
+    def _check_device_of_plan(self) -> None:
+        """Checks that this rank's device is of the type that the plan says of its node, if it says any.
+
+        Raises:
+            ValueError: it is of another one.
+        """
+        node = None if self.plan.cluster is None else self.plan.cluster.nodes[self.topology.node]
+        if node is None or node.device is None:
+            return
+        try:
+            expected = torch.device(node.device).type
+        except RuntimeError:
+            return  # the name of a product
+        if expected != self.device.type:
+            raise ValueError(
+                f"found the device {self.device.type} on rank {self.rank}, expected {expected}, as the plan says of "
+                f"node {self.topology.node}. Launch that node as the plan was made, with or without --cpu, or plan "
+                "again"
+            )
 
     def _agreed_text(self, mixed_precision: str) -> str:
         """Everything in which ranks have to agree, as text."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.module_state import exclude_hooks_from_pickles
+from accelerate_lshdp.runtime.groups import carried
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -39,7 +40,7 @@ class RunningStatistics:
             return
         # As bytes: counts of batches are integers. In one message: a network takes as long for a small one.
         pieces = [buffer.reshape(-1).view(torch.uint8) for buffer in statistics]
-        message = torch.cat(pieces)
+        message = carried(torch.cat(pieces))
         with self._clock.waiting():
             dist.broadcast(message, src=0)
         for buffer, piece in zip(statistics, message.split([len(piece) for piece in pieces]), strict=True):

@@ -126,7 +126,8 @@ class Placement:
         self.groups.model = model_index
         # Before anything is cut: FSDP2 never broadcasts, and replicas that start differently stay different.
         if self.topology.world_size > 1:
-            broadcast_initial_state(model, self.device)
+            # Devices of different types meet on their hosts.
+            broadcast_initial_state(model, torch.device("cpu") if self.topology.mixes_devices else self.device)
         self._reductions.made.clear()
         prepared = self.arrange(model)
         prepared.reductions = tuple(self._reductions.made)
@@ -252,11 +253,17 @@ class Placement:
         *,
         waits_in_backward: bool = True,
     ) -> SharedStore:
+        if self.topology.mixes_devices:
+            # The groups of those that stream: all ranks make the same ones, in the same order.
+            node_group, reduction_of = self._node_group_on_host(), self._streamed_reductions()
+        else:
+            node_group = self.groups.of_partition(self.topology.node_groups, self.topology.rank)
+            reduction_of = functools.partial(self._reductions.of_ranks, user=user)
         return SharedStore(
             context,
             self.topology,
-            self.groups.of_partition(self.topology.node_groups, self.topology.rank),
-            functools.partial(self._reductions.of_ranks, user=user),
+            node_group,
+            reduction_of,
             parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
@@ -276,9 +283,7 @@ class Placement:
             context,
             self.topology,
             self._node_group_on_host(),
-            # Groups of its own, also of all ranks: the node's thread reduces whenever gradients are there, and nothing
-            # orders that with the collectives of the world that the training loop calls meanwhile.
-            functools.partial(self._reductions.on_host, user="streamed"),
+            self._streamed_reductions(),
             parameters=parameters,
             bucket_bytes=self.bucket_bytes,
             reducing_ranks=self.reducing_ranks,
@@ -292,6 +297,12 @@ class Placement:
             output_dtype=self.policies.output_dtype,
             keeps_gradients=self.keeps_gradients,
         )
+
+    def _streamed_reductions(self) -> Callable[[tuple[int, ...]], GradientReduction | None]:
+        """What makes the reductions of gradients in host memory."""
+        # Groups of its own, also of all ranks: the node's thread reduces whenever gradients are there, and nothing
+        # orders that with the collectives of the world that the training loop calls meanwhile.
+        return functools.partial(self._reductions.on_host, user="streamed")
 
     def _node_group_on_host(self) -> dist.ProcessGroup:
         """The ranks of this node (collective: all ranks make the groups of all nodes)."""

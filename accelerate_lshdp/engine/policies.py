@@ -102,6 +102,8 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
         ValueError: shared memory is demanded where there is none.
     """
     streams = device_type != "cpu" and strategy.is_node_sharded and strategy.is_offloaded
+    if topology.mixes_devices:
+        return _mixed_mechanism(strategy, topology, device_type, intra_node)
     if intra_node == "shared_memory" and strategy.is_node_sharded:
         on_device = device_type != "cpu" and not streams
         reason = f"the ranks train on {device_type}" if on_device else NodeMemory.missing()
@@ -120,6 +122,24 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
     if max(topology.node_sizes) == 1:
         return Mechanism.REPLICATED
     return Mechanism.NODE_SHARED if NodeMemory.missing() is None else Mechanism.FSDP2
+
+
+def _mixed_mechanism(strategy: Strategy, topology: Topology, device_type: str, intra_node: str) -> Mechanism:
+    """The mechanism of this rank where nodes have different types of devices, so that gradients meet on the hosts.
+
+    Raises:
+        ValueError: the strategy does not keep gradients in memory that the ranks of a node map.
+    """
+    missing = NodeMemory.missing()
+    if not (strategy.is_node_sharded and strategy.is_offloaded) or intra_node == "collectives" or missing is not None:
+        found = f"strategy {strategy}, intra_node={intra_node!r}" + (f" and {missing}" if missing else "")
+        raise ValueError(
+            f"found nodes with devices of types {', '.join(topology.device_types)} and {found}, expected strategy "
+            "lsdp with gradients in memory that a node shares (intra_node='auto'): different devices can exchange "
+            "gradients only over their hosts"
+        )
+    # Also where a rank has its node for itself: its buckets have to be those of the other nodes.
+    return Mechanism.NODE_SHARED if device_type == "cpu" else Mechanism.STREAMED
 
 
 def shard_groups_of(strategy: Strategy, topology: Topology, mechanism: Mechanism) -> tuple[tuple[int, ...], ...]:

@@ -344,7 +344,10 @@ def _before_forward(module: nn.Module, args: tuple) -> None:
 def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
     """Makes parameters and buffers of all ranks those of rank 0 (collective; FSDP2 itself never does).
 
-    Tensors elsewhere than on ``device`` (host memory of an offloaded model) travel through it, one at a time.
+    Args:
+        model: with the same parameters and buffers on all ranks.
+        device: whose tensors the backend carries. Tensors elsewhere (host memory of an offloaded model) travel through
+            it, one at a time.
 
     Raises:
         ValueError: a parameter has no data yet (meta device).
@@ -354,7 +357,7 @@ def broadcast_initial_state(model: nn.Module, device: torch.device) -> None:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device; give the model weights before prepare()")
         # As bytes: backends do not know every dtype.
-        staged = tensor if device.type == "cpu" else tensor.to(device)
+        staged = tensor.to(device)  # the tensor itself, if it is there already
         dist.broadcast(staged.view(-1).view(torch.uint8), src=0)
         if staged is not tensor:
             tensor.copy_(staged)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 
@@ -35,6 +36,17 @@ def host_backend() -> str | None:
     """The backend of groups that carry tensors in host memory; None: that of the group of all ranks does."""
     backends = dist.get_backend_config()  # such as "gloo", "nccl" or "cpu:gloo,cuda:nccl"
     return None if "cpu:" in backends or backends == dist.Backend.GLOO else "gloo"
+
+
+def meets_on_hosts() -> bool:
+    """Whether the group of all ranks is over gloo alone, so that ranks with devices may be beside ranks without."""
+    # One backend for each type of device ("cpu:gloo,cuda:gloo"), or one for all of them.
+    return {each.rpartition(":")[2] for each in dist.get_backend_config().split(",")} == {dist.Backend.GLOO}
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of it in host memory if all ranks meet there."""
+    return tensor.cpu() if meets_on_hosts() else tensor
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.groups import host_backend
 
 
 _T = TypeVar("_T")
@@ -125,7 +126,7 @@ def broadcast_bytes(
     # Sizes are the same on all ranks, so all of them skip an empty buffer.
     if not _is_distributed() or buffer.numel() == 0:
         return
-    if _carries_cpu_tensors():
+    if host_backend() is None:
         dist.broadcast(buffer, src=source, group=group)
     else:
         # A copy on the device, so the result has to come back to the buffer on the ranks that receive.
@@ -169,7 +170,3 @@ def broadcast_tensor(
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _carries_cpu_tensors() -> bool:
-    return "cpu:" in dist.get_backend_config()  # such as "cpu:gloo,cuda:nccl"

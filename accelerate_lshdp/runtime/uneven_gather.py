@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.operations import recursively_apply
 
+from accelerate_lshdp.runtime.groups import carried
+
 
 def gather_unequal(data: Any) -> Any:
     """Concatenates tensors of all ranks along the first dimension (collective).
@@ -49,7 +51,8 @@ def _gather_one(tensor: torch.Tensor) -> torch.Tensor:
     # Padded to the longest: backends gather equal sizes only. All ranks cut the padding off by the same lengths.
     padded = travelling.new_zeros((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = travelling
+    padded = carried(padded)
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded)
     pieces = [piece[:length] for piece, length in zip(received, lengths, strict=True)]
-    return torch.cat(pieces).to(tensor.dtype)
+    return torch.cat(pieces).to(tensor.device, tensor.dtype)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import exactness
 import test_resume
 import torch
+import torch.distributed as dist
 import torch_device as device
 from accelerate import PartialState
 from exactness import Setting, prepared
@@ -20,9 +22,16 @@ from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
 
 
-def on_emulated_device() -> None:
-    """Lets accelerate take the emulated device for that of this rank."""
-    device.join_device_world()
+def on_emulated_device(devices: Sequence[str] = ()) -> None:
+    """Lets accelerate take the emulated device for that of this rank.
+
+    Args:
+        devices: types of the devices of each node, if they differ; then ranks meet in the world of gloo.
+    """
+    if not devices:
+        device.join_device_world()
+    elif devices[int(os.environ["GROUP_RANK"])] == "cpu":
+        return
     # Without an index, as accelerate names the device of a process that runs alone.
     os.environ["ACCELERATE_TORCH_DEVICE"] = "emulated"
     # As on CPUs: accelerate knows no backend for a device of this name. What it has found stays for the process; asked
@@ -31,9 +40,9 @@ def on_emulated_device() -> None:
     del os.environ["ACCELERATE_USE_CPU"]
 
 
-def train(setting: Setting) -> dict[str, Any]:
+def train(setting: Setting, devices: Sequence[str] = ()) -> dict[str, Any]:
     """The errors of `exactness.train`, and what raced."""
-    on_emulated_device()
+    on_emulated_device(devices)
     device.reset()
     device.configure(copy_delay=0.001)
     errors = exactness.train(setting)
@@ -42,9 +51,11 @@ def train(setting: Setting) -> dict[str, Any]:
     return {"errors": errors, "races": races}
 
 
-def trained_in_parts(options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained_in_parts(
+    options: dict[str, Any], devices: Sequence[str] = ()
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """The parameters and losses of a run of `test_resume`."""
-    on_emulated_device()
+    on_emulated_device(devices)
     parameters, losses, _ = test_resume.train(test_resume.Run(**options))
     return {name: parameter.cpu() for name, parameter in parameters.items()}, losses
 
@@ -165,3 +176,41 @@ def steps_with(how: str) -> dict[str, Any]:
         optimizer.zero_grad()
     late = accelerator.session.engine.models[0].stores[0]._late.is_pending
     return {"late": late, "seen": seen, "parameters": [p.detach().clone() for p in model.parameters()]}
+
+
+def met(devices: Sequence[str]) -> dict[str, Any]:
+    """What collectives of accelerate give on a rank of a mixed cluster, and on which type of device it is."""
+    on_emulated_device(devices)
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy="lsdp"))
+    rank, own = accelerator.process_index, accelerator.device
+    found = {
+        "gather": accelerator.gather(torch.full((rank + 1,), float(rank), device=own)),
+        "reduce": accelerator.reduce({"value": torch.tensor([rank + 1.0], device=own)})["value"],
+        "pad_across_processes": accelerator.pad_across_processes(torch.ones(rank + 1, device=own)),
+    }
+    accelerator.wait_for_everyone()
+    return {name: (tensor.device.type, tensor.tolist()) for name, tensor in found.items()} | {"device": own.type}
+
+
+def refused(devices: Sequence[str], strategy: str, cluster: dict[str, Any] | None = None) -> str:
+    """The error of an accelerator with a plan that these devices do not allow."""
+    on_emulated_device(devices)
+    plan = Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy, intra_node="auto")
+    if cluster is not None:
+        plan = Plan.from_dict({**plan.to_dict(), "cluster": cluster})
+    try:
+        LSHDPAccelerator(plan=plan)
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def refused_in_one_node() -> str:
+    """The error of an accelerator whose first rank has a device and whose second one, of the same node, has none."""
+    if dist.get_rank() == 0:
+        on_emulated_device(("emulated",))
+    try:
+        LSHDPAccelerator(plan=Plan.from_batch_sizes((2, 2), strategy="lsdp"))
+    except RuntimeError as error:
+        return str(error)
+    return "none"

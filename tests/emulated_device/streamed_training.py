@@ -50,6 +50,8 @@ class Case:
         samples: of a global micro-batch.
         evaluates: whether the model is evaluated between the backward and the step.
         drops: whether the script drops the gradients of the first micro-batch of each step.
+        devices: types of the devices of each node; empty: all are emulated.
+        wire_format: of gradients between nodes.
     """
 
     model: str = "Plain"
@@ -64,6 +66,18 @@ class Case:
     samples: int = 12
     evaluates: bool = False
     drops: bool = False
+    devices: tuple[str, ...] = ()
+    wire_format: str = "fp32"
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(dist.get_rank(), self.nodes, self.devices)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        own = self.devices[self.topology.node] if self.devices else "emulated"
+        return torch.device("cpu") if own == "cpu" else torch.device(own, 0)
 
 
 def loss_of(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -105,16 +119,16 @@ def make_model(case: Case) -> nn.Module:
 
 
 def place(case: Case, model: nn.Module) -> tuple[Engine, PreparedModel]:
-    topology = Topology(dist.get_rank(), case.nodes)
+    topology = case.topology
     policies = resolve_policies(
-        Strategy(case.strategy), topology, device_type="emulated", mixed_precision=case.precision
+        Strategy(case.strategy), topology, device_type=case.device.type, mixed_precision=case.precision
     )
     placement = Placement(
         policies,
         topology,
-        device=torch.device("emulated", 0),
+        device=case.device,
         clock=WaitClock(),
-        communication=Communication(),
+        communication=Communication(case.wire_format),
         units=None,
         prefetch=case.ahead,
         bucket_bytes=4096,
@@ -144,7 +158,7 @@ def run(case: Case, model: nn.Module) -> dict[str, torch.Tensor]:
     device.configure(**dict(case.delays))
     for step in range(STEPS):
         for number in range(case.accumulation):
-            tokens = micro_batch(case, step, number).chunk(dist.get_world_size())[dist.get_rank()].to("emulated")
+            tokens = micro_batch(case, step, number).chunk(dist.get_world_size())[dist.get_rank()].to(case.device)
             loss = loss_of(case, model, tokens) / dist.get_world_size() / case.accumulation * engine.loss_multiplier
             backward(prepared, loss, synchronise=number == case.accumulation - 1)
             prepared.drop_unused(_used_anywhere(prepared))
@@ -169,7 +183,8 @@ def _used_anywhere(prepared: PreparedModel) -> torch.Tensor:
 
 def train(case: Case) -> dict[str, Any]:
     """How far the parameters are from those of one process, what raced, and what was counted."""
-    device.join_device_world()
+    if not case.devices:  # else they meet in the world of gloo, on the hosts
+        device.join_device_world()
     model = make_model(case)
     expected = reference(case, copy.deepcopy(model))
     found = run(case, model)

@@ -38,6 +38,24 @@ class NodeMemoryError(RuntimeError):
     """The ranks of a node cannot share memory, or one of them has gone."""
 
 
+def require_on_all_ranks(error: str | None) -> None:
+    """Tells all ranks whether this one can use the memory of its node (collective over all ranks of all nodes).
+
+    Args:
+        error: what went wrong on this rank, or None.
+
+    Raises:
+        NodeMemoryError: on all ranks, if anything went wrong on one of them.
+    """
+    # All ranks tell, whatever happened to them: this call is collective.
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        raise NodeMemoryError(
+            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
+        )
+
+
 class Layout:
     """Hands out aligned places in a memory that is still to be made, so that one mapping holds everything."""
 

@@ -25,7 +25,7 @@ from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
-from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
+from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, require_on_all_ranks
 from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch, sampled_places
@@ -170,6 +170,8 @@ class SharedStore(Store):
         Returns:
             How gradients come into the memory.
         """
+        if topology.mixes_devices:
+            require_on_all_ranks(None)  # those with devices tell whether these can use theirs
         return GradientSource()
 
     def _make_leaves(self) -> Sequence[torch.Tensor]:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
-from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError, require_on_all_ranks
 
 
 def register_with_device(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -66,13 +65,10 @@ def register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callabl
         unregister = register_with_device(memory, device)
     except Exception as caught:  # whatever it is: the other ranks wait in the collective below
         error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
-    # All ranks tell, whatever happened to them: this call is collective.
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    if any(errors):
+    try:
+        require_on_all_ranks(error)
+    except NodeMemoryError:
         if unregister is not None:
             unregister()
-        raise NodeMemoryError(
-            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
-        )
+        raise
     return unregister
