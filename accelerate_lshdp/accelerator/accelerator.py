@@ -33,6 +33,7 @@ from accelerate_lshdp.accelerator.other_engines import (
 )
 from accelerate_lshdp.accelerator.plan_resolution import AUTO, BatchKeywords, resolve_plan
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
+from accelerate_lshdp.accelerator.process_groups import meet_on_hosts
 from accelerate_lshdp.accelerator.run_checkpoints import layout_of, load_run, save_run
 from accelerate_lshdp.accelerator.run_total import keeps_plan_total
 from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
@@ -122,6 +123,7 @@ class LSHDPAccelerator(Accelerator):
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
             plan, options = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin(), placement)
             choose_precision(options, kwargs)
+            meet_on_hosts(plan, kwargs)
         except (ValueError, OSError) as found:
             error = found
             # Only to meet the other ranks and to raise there.

@@ -212,9 +212,9 @@ class Session:
         found = f"found nodes with devices of types {', '.join(self.topology.device_types)}"
         if not meets_on_hosts():
             raise ValueError(
-                f"{found} and process groups over {dist.get_backend_config()}, expected gloo on all ranks: devices of "
-                "different types meet in host memory. Give Accelerator "
-                'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
+                f"{found} and process groups over {dist.get_backend_config()}, expected gloo on all ranks: different "
+                "devices meet in host memory. Say in the plan's section cluster which device each node has, or "
+                'give Accelerator kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
             )
         if self.finds_placement:
             raise ValueError(
@@ -223,23 +223,17 @@ class Session:
             )
 
     def _check_device_of_plan(self) -> None:
-        """Checks that this rank's device is of the type that the plan says of its node, if it says any.
+        """Checks that this rank trains on a processor or a device as the plan says of its node, if it says so.
 
         Raises:
-            ValueError: it is of another one.
+            ValueError: it does not.
         """
         node = None if self.plan.cluster is None else self.plan.cluster.nodes[self.topology.node]
-        if node is None or node.device is None:
-            return
-        try:
-            expected = torch.device(node.device).type
-        except RuntimeError:
-            return  # the name of a product
-        if expected != self.device.type:
+        on_cpu = self.device.type == "cpu"
+        if node is not None and node.trains_on_cpu not in (None, on_cpu):
             raise ValueError(
-                f"found the device {self.device.type} on rank {self.rank}, expected {expected}, as the plan says of "
-                f"node {self.topology.node}. Launch that node as the plan was made, with or without --cpu, or plan "
-                "again"
+                f"found rank {self.rank} on {self.device.type}, expected {node.device}, as the plan says of node "
+                f"{self.topology.node}. Launch that node as the plan was made, with or without --cpu, or plan again"
             )
 
     def _agreed_text(self, mixed_precision: str) -> str:

@@ -19,12 +19,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate_lshdp.documents.plan import Cluster, Plan, PlanError
+from accelerate_lshdp.documents.cluster import Cluster, Node
+from accelerate_lshdp.documents.plan import Plan, PlanError
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 
 DEFAULT_PORT = 29500
 DEVICES = ("cpu", "gpu")
+#: Of a layout whose nodes differ, as only a plan can say.
+_AS_PLANNED = "plan"
 MIXED_PRECISIONS = ("no", "bf16", "fp16")
 _LARGEST_PORT = 65535
 
@@ -35,10 +38,11 @@ class Layout:
 
     Args:
         node_sizes: ranks on each node, in rank order.
-        device: "cpu" or "gpu", the same on all nodes, as one group cannot mix gloo and NCCL.
+        device: "cpu" or "gpu"; "plan": each node has that of ``node_devices``, as the plan says.
         main_ip: address of node 0 as the other nodes see it; not needed for one node.
         main_port: a port of node 0 that the others can reach; default: 29500, and any free one if there is one node.
         mixed_precision: "no", "bf16" or "fp16".
+        node_devices: "cpu" or "gpu" for each node, where they differ.
 
     Raises:
         ValueError: a value is impossible or missing.
@@ -49,11 +53,12 @@ class Layout:
     main_ip: str | None = None
     main_port: int | None = None
     mixed_precision: str = "no"
+    node_devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.node_sizes or min(self.node_sizes) < 1:
             raise ValueError(f"found ranks per node {list(self.node_sizes)}, expected at least one rank on every node")
-        if self.device not in DEVICES:
+        if self.device not in DEVICES and not self.node_devices:
             raise ValueError(f"found device {self.device!r}, expected one of {', '.join(DEVICES)}")
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ValueError(
@@ -77,6 +82,16 @@ class Layout:
         """Number of ranks on all nodes."""
         return sum(self.node_sizes)
 
+    def device_of(self, node: int) -> str:
+        """The device of a node: "cpu" or "gpu"."""
+        return self.node_devices[node] if self.node_devices else self.device
+
+    def backend_of(self, node: int) -> str:
+        """The device of a node and the backend of its process groups, for a comment."""
+        # NCCL would leave out the nodes without GPUs.
+        over = "NCCL" if self.device == "gpu" else "gloo"
+        return f"{self.device_of(node).upper()} ({over})"
+
     @property
     def port(self) -> int:
         """The port for accelerate's option; 0 lets accelerate choose a free port."""
@@ -88,7 +103,8 @@ class Layout:
     @property
     def flags(self) -> str:
         """The flags of ``accelerate-lshdp config`` that describe this layout."""
-        flags = [f"--nodes {','.join(map(str, self.node_sizes))}", f"--{self.device}"]
+        flags = [f"--nodes {','.join(map(str, self.node_sizes))}"]
+        flags.append("--plan PLAN" if self.node_devices else f"--{self.device}")
         if self.num_nodes > 1:
             flags.append(f"--main-ip {self.main_ip}")
         if self.main_port is not None:
@@ -199,27 +215,34 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
     device = arguments.device or _planned_device(cluster) or default_device
     if device is None:
         raise ValueError("say what the nodes compute on: --cpu or --gpu")
+    planned = tuple(map(_kind, cluster.nodes)) if device == _AS_PLANNED else ()
     return Layout(
         node_sizes,
         device,
         main_ip=arguments.main_ip or (None if cluster is None else cluster.nodes[0].address),
         main_port=arguments.main_port,
         mixed_precision=getattr(arguments, "mixed_precision", None) or "no",
+        node_devices=planned,
     )
 
 
 def _planned_device(cluster: Cluster | None) -> str | None:
-    """ "cpu" or "gpu" if the plan's nodes say so; None if they do not."""
-    # A plan names products ("NVIDIA A100") where it comes from a profile; everything but "cpu" is a GPU.
-    named = [] if cluster is None else [node.device for node in cluster.nodes if node.device is not None]
-    devices = {"cpu" if device.lower() == "cpu" else "gpu" for device in named}
-    if len(devices) > 1:
+    """ "cpu" or "gpu" if the plan's nodes say so; "plan" if they differ; None if they do not say."""
+    named = [] if cluster is None else [node for node in cluster.nodes if node.device is not None]
+    devices = set(map(_kind, named))
+    if len(devices) < 2:
+        return devices.pop() if devices else None
+    if len(named) < len(cluster.nodes):
         raise PlanError(
-            f"found devices {named}, expected CPUs only or GPUs only, as one group cannot mix gloo and NCCL. Train on"
-            " the CPUs of all nodes with --cpu, or leave nodes out of the plan.",
+            f"found devices {[node.device for node in cluster.nodes]}, expected one for each node where they differ",
             path="cluster.nodes",
         )
-    return devices.pop() if devices else None
+    return _AS_PLANNED
+
+
+def _kind(node: Node) -> str:
+    # A plan names products ("NVIDIA A100") where it comes from a profile; everything but "cpu" is a GPU.
+    return "cpu" if node.trains_on_cpu else "gpu"
 
 
 def render_node(layout: Layout, node: int, name: str | None = None) -> str:
@@ -235,9 +258,8 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
     ranks = layout.node_sizes[node]
     numbers = f"rank {first}" if ranks == 1 else f"ranks {first} to {first + ranks - 1}"
     where = "one machine" if layout.num_nodes == 1 else f"node {node} of {layout.num_nodes}"
-    backend = "CPU (gloo)" if layout.device == "cpu" else "GPU (NCCL)"
     file_name = layout.file_name(node, name)
-    lines = [f"# {where.capitalize()}: {numbers} of a world of {layout.world_size}, {backend}."]
+    lines = [f"# {where.capitalize()}: {numbers} of a world of {layout.world_size}, {layout.backend_of(node)}."]
     if layout.num_nodes > 1:
         lines.append(
             "# Use it on this node only; every node has its own file. Start them in any order, within 10 minutes."
@@ -247,7 +269,7 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
         f"# Written by: accelerate-lshdp config {layout.flags}{'' if name is None else f' --name {name}'}",
         "",
         "compute_environment: LOCAL_MACHINE",
-        *_type_lines(layout),
+        *_type_lines(layout, layout.device_of(node)),
         "",
         "# Number of nodes, and which of them this is. machine_rank orders the ranks, as a plan counts them.",
         f"num_machines: {layout.num_nodes}",
@@ -269,8 +291,8 @@ def render_node(layout: Layout, node: int, name: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _type_lines(layout: Layout) -> list[str]:
-    if layout.device == "gpu":
+def _type_lines(layout: Layout, device: str) -> list[str]:
+    if device == "gpu":
         lines = ["# Only how processes are started. How the model is placed is the plan's strategy, not set here."]
         # Quoted: YAML reads a bare NO as false.
         kind = "MULTI_GPU" if layout.world_size > 1 else '"NO"'
@@ -305,7 +327,7 @@ def _rendezvous_lines(layout: Layout) -> list[str]:
     if layout.num_nodes == 1:
         # Two runs on one machine must not meet at the default port.
         return ["# 0 is any free port.", f"main_process_port: {layout.port}"]
-    interface = "GLOO_SOCKET_IFNAME=eth0" + ("" if layout.device == "cpu" else ", NCCL_SOCKET_IFNAME=eth0")
+    interface = "GLOO_SOCKET_IFNAME=eth0" + (", NCCL_SOCKET_IFNAME=eth0" if layout.device == "gpu" else "")
     return [
         "",
         "# Node 0, as the other nodes reach it. Both can be given on the command line instead: --main_process_ip,",

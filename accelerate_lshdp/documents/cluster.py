@@ -57,6 +57,11 @@ class Node(Record):
     device_memory_bytes: int | None = entry(optional(integer(least=1, most=LARGEST_COUNT)), default=None, omit=True)
     teraflops: float | None = entry(optional(number(positive=True)), default=None, omit=True)
 
+    @property
+    def trains_on_cpu(self) -> bool | None:
+        """Whether its ranks train on processors; None: not known. All names but "cpu" are those of devices."""
+        return None if self.device is None else self.device.lower() == "cpu"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Record):
@@ -69,3 +74,8 @@ class Cluster(Record):
     def node_sizes(self) -> list[int]:
         """Ranks on each node."""
         return [node.ranks for node in self.nodes]
+
+    @property
+    def mixes_devices(self) -> bool:
+        """Whether some nodes are said to train on processors, and others on devices."""
+        return len({node.trains_on_cpu for node in self.nodes} - {None}) > 1

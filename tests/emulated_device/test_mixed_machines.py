@@ -100,13 +100,12 @@ def test_strategies_whose_gradients_are_on_devices_are_refused(on_device: Callab
 
 
 def test_a_node_has_the_device_that_the_plan_says(on_device: Callable[..., list]) -> None:
-    cluster = {"nodes": [{"ranks": 1, "device": "cpu"}, {"ranks": 1, "device": "Threadripper"}]}
+    cluster = {"nodes": [{"ranks": 1, "device": "cpu"}, {"ranks": 1, "device": "RTX 3090"}]}
     for error in on_device(
         "accelerator_training", "refused", ("emulated", "cpu"), "lsdp", cluster, ranks=2, nodes=(1, 1)
     ):
-        assert error.startswith(
-            "rank 0: ValueError: found the device emulated on rank 0, expected cpu, as the plan says"
-        )
+        assert "rank 0: ValueError: found rank 0 on emulated, expected cpu, as the plan says of node 0" in error
+        assert "rank 1: ValueError: found rank 1 on cpu, expected RTX 3090, as the plan says of node 1" in error
 
 
 def test_the_ranks_of_a_node_have_one_type(on_device: Callable[..., list]) -> None:

@@ -106,6 +106,16 @@ def test_config_from_a_plans_cluster(device: str, expected: DistributedType, tmp
     assert {config.main_process_ip for config in configs} == {"10.0.0.7"}
 
 
+def test_config_gives_each_node_the_device_of_the_plan(tmp_path: Path) -> None:
+    cluster = Cluster((Node(1, address="10.0.0.7", device="cpu"), Node(2, device="RTX 3090")))
+    Plan.from_batch_sizes([4, 2, 2], cluster=cluster).save(tmp_path / "plan.json")
+    on_cpu, on_gpu = _write_configs(tmp_path / "out", "--plan", str(tmp_path / "plan.json"))
+    assert (on_cpu.use_cpu, on_cpu.num_processes, on_cpu.distributed_type) == (True, 2, DistributedType.FSDP)
+    assert (on_gpu.use_cpu, on_gpu.num_processes, on_gpu.distributed_type) == (False, 4, DistributedType.MULTI_GPU)
+    headers = [(tmp_path / "out" / f"node{node}.yaml").read_text().splitlines()[0] for node in range(2)]
+    assert [header.rsplit(", ", 1)[1] for header in headers] == ["CPU (gloo).", "GPU (gloo)."]
+
+
 def test_config_divides_the_ranks_of_a_plan_by_flags(tmp_path: Path) -> None:
     Plan.from_batch_sizes([4, 2, 2]).save(tmp_path / "plan.json")
     flags = ["--plan", str(tmp_path / "plan.json"), "--nodes", "2,1", "--cpu", "--main-ip", "10.0.0.7"]
@@ -167,7 +177,7 @@ _CLUSTER_PLAN = {
             "found 3 ranks, but the nodes [1, 1] have 2",
         ),
         ("config --nodes 2,1 --cpu --plan cluster.json", "found nodes of [1, 2] ranks, but --nodes says [2, 1]"),
-        ("config --plan cluster.json", "one group cannot mix gloo and NCCL"),
+        ("config --plan partly.json", "expected one for each node where they differ"),
         ("config --nodes 1,2 --cpu --main-ip 10.0.0.1 --main-port 70000", "found port 70000"),
         ("config --plan missing.json", "missing.json"),
         ("launch script.py", "the number of processes is not known"),
@@ -203,6 +213,8 @@ def test_mistakes_are_one_line_and_start_nothing(
     Plan.equal().save("equal.json")
     Plan.from_batch_sizes([4, 2, 2]).save("three.json")
     Path("cluster.json").write_text(json.dumps(_CLUSTER_PLAN))
+    nodes = [*_CLUSTER_PLAN["cluster"]["nodes"], {"ranks": 1}]
+    Path("partly.json").write_text(json.dumps({**_CLUSTER_PLAN, "cluster": {"nodes": nodes}}))
     Path("one_machine.yaml").write_text((SHIPPED / "cpu_1x2.yaml").read_text())
     Path("list.yaml").write_text("- 1\n")
     Path("broken.yaml").write_text("a: [1\n")
