@@ -78,6 +78,7 @@ def profile_ranks(
 
     Raises:
         RuntimeError: on all ranks, if anything failed on any of them; it names the rank and the cause.
+        ValueError: on all ranks, if nodes have different types of devices.
     """
     run = _Run(subject, options, accelerator, on_progress or (lambda phase, done, total: None), meter, clock)
     return run.profile()
@@ -101,6 +102,12 @@ class _Run:
         self._on_progress = on_progress
         self._world_size = accelerator.num_processes
         accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
+        if accelerator.topology.mixes_devices:
+            raise ValueError(
+                f"found nodes with devices of types {', '.join(accelerator.topology.device_types)}, expected one type: "
+                "profiles do not know yet how these wait for each other. Write the batch sizes into the plan, or let "
+                'the run find them (batch_sizes="auto")'
+            )
         self._notices = RankNotices(self._world_size)
         # Clocks of the ranks start together, so that phases end at about the same time everywhere.
         accelerator.wait_for_everyone()
