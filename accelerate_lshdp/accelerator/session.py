@@ -213,9 +213,9 @@ class Session:
         if not meets_on_hosts():
             raise ValueError(
                 f"{found} and process groups over {dist.get_backend_config()}, expected gloo on all ranks: different "
-                "devices meet in host memory. Say in the plan's section cluster which device each node has, before any "
-                'state of accelerate is made; or give Accelerator kwargs_handlers=[InitProcessGroupKwargs(backend="'
-                'gloo")], TrainingArguments ddp_backend="gloo"'
+                "devices meet in host memory. Say in the plan's section cluster which device each node has; where a "
+                "script makes groups before it has the accelerator, with InitProcessGroupKwargs(backend='gloo') or "
+                "TrainingArguments(ddp_backend='gloo')"
             )
         if self.finds_placement:
             raise ValueError(

@@ -104,7 +104,7 @@ class _Run:
         accelerator.check_agreement(repr(replace(options, memory_limit_bytes=None)), "how to profile")
         if accelerator.topology.mixes_devices:
             raise ValueError(
-                f"found nodes with devices of types {', '.join(accelerator.topology.device_types)}, expected one type: "
+                f"found nodes with devices of types {', '.join(accelerator.topology.device_types)}, expected one: "
                 "profiles do not know yet how these wait for each other. Write the batch sizes into the plan, or let "
                 'the run find them (batch_sizes="auto")'
             )
