@@ -24,16 +24,18 @@ from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.data.random_numbers import kept_random_numbers
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.plan import Batch, Plan, RankBatch
-from accelerate_lshdp.documents.profile_sections import Network
+from accelerate_lshdp.documents.profile_sections import HostRates, Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.planning import PlanningError
+from accelerate_lshdp.planning.placement.host_costs import host_costs
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
 from accelerate_lshdp.planning.placement.links import measured_links
 from accelerate_lshdp.planning.placement.problem import Peak
 from accelerate_lshdp.planning.placement.result import PlacementResult
 from accelerate_lshdp.planning.placement.totals import place_sizes, plan_trainable
 from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
+from accelerate_lshdp.profiling.host_rates import measure_host_rates
 from accelerate_lshdp.profiling.memory import meter_of, process_bytes
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rates import Rates, measure_rates
@@ -74,11 +76,15 @@ class _Process(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _RankFacts:
-    """What one rank measured: bytes that it may use and that its process needs, and its rates."""
+    """What one rank measured: bytes that it may use and that its process needs, its rates, and those of its host.
+
+    ``host`` is None where the host computes.
+    """
 
     memory_limit: int
     process_bytes: int
     rates: Rates
+    host: HostRates | None
 
 
 def place_model(session: Session, process: _Process, prepared: Sequence[Any], loaders: Sequence[Any]) -> None:
@@ -190,7 +196,12 @@ def _measure_rank(session: Session, process: _Process, model: nn.Module) -> _Ran
     needed = process_bytes(meter, model, process.device)
     local = session.topology.node_sizes[session.topology.node]
     limit = int(meter.default_limit(local) * _USABLE)
-    return _RankFacts(limit, needed, measure_rates(process.device, _DTYPES[process.mixed_precision]))
+    rates = measure_rates(process.device, _DTYPES[process.mixed_precision])
+    if process.device.type == "cpu":
+        return _RankFacts(limit, needed, rates, None)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtype = None if process.mixed_precision == "no" else _DTYPES[process.mixed_precision]
+    return _RankFacts(limit, needed, rates, measure_host_rates(process.device, trainable, dtype))
 
 
 def _measure_units(session: Session, process: _Process, model: nn.Module, loader: DataLoader) -> ModelUnits:
@@ -302,6 +313,7 @@ def _cluster(
         inside,
         process_bytes=max(rank.process_bytes for rank in ranks),
         streams=session.device.type != "cpu",
+        **host_costs([rank.host for rank in ranks if rank.host is not None], nodes, model.trainable),
     )
 
 

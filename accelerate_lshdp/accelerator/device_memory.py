@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from accelerate_lshdp.runtime.device_memory import counts_memory
 
 
 #: Share of the device's memory that may be used: the allocator fragments, and a curve is not quite a line.
@@ -24,13 +27,14 @@ class MemoryReading(NamedTuple):
     """In use between two steps: parameters, gradients, optimizer state."""
 
 
-def read_cuda_memory(device: torch.device) -> MemoryReading:
-    """What CUDA says of a device; memory of other processes does not count as usable."""
-    free, _ = torch.cuda.mem_get_info(device)
+def read_memory(device: torch.device) -> MemoryReading:
+    """What torch says of a device; memory of other processes does not count as usable."""
+    counts = torch.get_device_module(device)
+    free, _ = counts.mem_get_info(device)
     return MemoryReading(
-        total=free + torch.cuda.memory_reserved(device),
-        peak=torch.cuda.max_memory_allocated(device),
-        now=torch.cuda.memory_allocated(device),
+        total=free + counts.memory_reserved(device),
+        peak=counts.max_memory_allocated(device),
+        now=counts.memory_allocated(device),
     )
 
 
@@ -39,12 +43,12 @@ class DeviceMemory:
 
     Args:
         device: where the forward runs. On a CPU no limit is known: its memory is shared with everything else.
-        read: gives the present bytes; default: CUDA's.
+        read: gives the present bytes; default: torch's, of devices whose memory it counts.
     """
 
     def __init__(self, device: torch.device, read: Callable[[], MemoryReading] | None = None) -> None:
-        if read is None and device.type == "cuda":
-            read = lambda: read_cuda_memory(device)  # noqa: E731
+        if read is None and counts_memory(device):
+            read = functools.partial(read_memory, device)
         self._read = read
         self._largest = 0
         self._peak = 0

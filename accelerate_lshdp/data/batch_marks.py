@@ -47,6 +47,17 @@ class TensorMark:
             # A view of something larger, such as the whole dataset, whose storage outlives the batch.
             self._tensor = weakref.ref(tensor)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorMark:
+        # torch's weak reference counts itself down when it is dropped: copied attribute by attribute, it would do so
+        # twice, and what the storage has would be freed under whoever uses it.
+        return self
+
+    def __copy__(self) -> TensorMark:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _mark_of_nothing, ()  # another process has other addresses
+
     @property
     def alive(self) -> bool:
         """Whether the script, or autograd for it, still holds the tensor or (if it is no view) a view of it."""
@@ -64,6 +75,18 @@ class TensorMark:
     def is_of_same(self, other: TensorMark) -> bool:
         """Whether both marks are of the same memory, so neither tells one batch from another."""
         return (self.key, self.begin, self.end) == (other.key, other.begin, other.end)
+
+
+def _mark_of_nothing() -> TensorMark:
+    """The mark of a tensor that is gone."""
+    mark = TensorMark.__new__(TensorMark)
+    mark.key, mark.begin, mark.end = ("tensor", 0), 0, 0
+    mark._storage, mark._tensor = None, _gone
+    return mark
+
+
+def _gone() -> None:
+    """What a weak reference gives when its object is gone."""
 
 
 def key_of(tensor: torch.Tensor) -> tuple[str, int]:

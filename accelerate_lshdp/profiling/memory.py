@@ -12,6 +12,8 @@ import psutil
 import torch
 from accelerate.logging import get_logger
 
+from accelerate_lshdp.runtime.device_memory import counts_memory
+
 
 logger = get_logger(__name__)
 
@@ -33,21 +35,26 @@ class MemoryMeter(ABC):
 
 
 class DeviceMeter(MemoryMeter):
-    """The memory of a CUDA device, as its caching allocator counts it."""
+    """The memory of a device, as its caching allocator counts it.
+
+    Args:
+        device: of a type that `counts_memory`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._counts = torch.get_device_module(device)
 
     def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._counts.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return self._counts.max_memory_allocated(self._device)
 
     def default_limit(self, local_ranks: int) -> int:
         # What the allocator has reserved is used by this process, but free for the next micro-batch.
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device)
+        free, _ = self._counts.mem_get_info(self._device)
+        return free + self._counts.memory_reserved(self._device)
 
 
 class ResidentMeter(MemoryMeter):
@@ -93,10 +100,8 @@ class ResidentMeter(MemoryMeter):
 
 def meter_of(device: torch.device) -> MemoryMeter | None:
     """The meter of a device's memory; None: there is none for this kind of device."""
-    if device.type == "cuda":
-        return DeviceMeter(device)
     if device.type != "cpu":
-        return None
+        return DeviceMeter(device) if counts_memory(device) else None
     meter = ResidentMeter()
     if not meter.restarts:
         logger.warning(

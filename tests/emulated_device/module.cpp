@@ -113,6 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("configure", &configure, without_gil);
   m.def("counts", &counts, without_gil);
   m.def("reset", &reset, without_gil);
+  m.def("reset_peak", [] { device_pool().reset_peak(); }, without_gil);
   m.def("synchronize", &wait_for_device, without_gil);
   m.def("empty_cache", [] { device_pool().empty_cache(); }, without_gil);
   m.def("sleep", [](double seconds) {

@@ -118,6 +118,7 @@ def _device_module() -> ModuleType:
     module.mem_get_info = lambda device=None: (_limit - counts()["reserved_device_bytes"], _limit)
     module.memory_allocated = lambda device=None: counts()["device_bytes"]
     module.max_memory_allocated = lambda device=None: counts()["peak_device_bytes"]
+    module.reset_peak_memory_stats = lambda device=None: _extension.reset_peak()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     # Random numbers are the host's, which torch seeds and saves itself.
     module._is_in_bad_fork = lambda: False

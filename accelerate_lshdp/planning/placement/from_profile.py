@@ -9,23 +9,19 @@ where all ranks have devices, and the profile knows how fast they copy from and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
-from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.documents.profile import Profile
-from accelerate_lshdp.documents.profile_sections import HostRates, MeasuredRank
+from accelerate_lshdp.documents.profile_sections import MeasuredRank
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
+from accelerate_lshdp.planning.placement.host_costs import host_costs
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
 from accelerate_lshdp.planning.placement.links import measured_links
 
 
-#: Seconds until a copy between host and device begins.
-COPY_LATENCY_SECONDS = 20e-6
-#: Fraction of a host's free memory that states may take: processes, batches and messages are there, too.
-USABLE_HOST_MEMORY = 0.8
 _AGAIN = "Profile again with `accelerate-lshdp profile`"
 
 
@@ -73,40 +69,9 @@ def profiled_cluster(profile: Profile, memory_limits: Sequence[int] | None = Non
         tuple(memory_limits),
         link,
         inside,
-        _device_link(hosts),
-        host_limits=_host_limits(hosts, nodes),
-        host_optimizer_seconds=_host_optimizer_seconds(hosts, nodes, model.trainable),
+        **host_costs(hosts, nodes, model.trainable),
         process_bytes=max(_process_bytes(profile, rank, model) for rank in profile.ranks),
         streams=not _computes_on_hosts(profile),
-    )
-
-
-def _device_link(hosts: Sequence[HostRates]) -> LinkCost | None:
-    """The slowest link between a host and a device, in its slower direction; None: they were not measured."""
-    if not hosts:
-        return None
-    rate = min(min(host.to_device_bytes_per_second, host.to_host_bytes_per_second) for host in hosts)
-    return LinkCost(COPY_LATENCY_SECONDS, 1 / rate)
-
-
-def _of_nodes(hosts: Sequence[HostRates], nodes: Sequence[int]) -> Iterator[Sequence[HostRates]]:
-    first = 0
-    for size in nodes if hosts else ():
-        yield hosts[first : first + size]
-        first += size
-
-
-def _host_limits(hosts: Sequence[HostRates], nodes: Sequence[int]) -> tuple[int, ...] | None:
-    """Bytes that the states of a model may take in the memory of each host."""
-    limits = [min(host.memory_bytes for host in own) for own in _of_nodes(hosts, nodes)]
-    return tuple(int(USABLE_HOST_MEMORY * limit) for limit in limits) or None
-
-
-def _host_optimizer_seconds(hosts: Sequence[HostRates], nodes: Sequence[int], trainable: int) -> tuple[float, ...]:
-    """Seconds in which the ranks of each node step all parameters in host memory, each its part."""
-    return tuple(
-        max(host.optimizer_seconds_per_parameter for host in own) * trainable / len(own)
-        for own in _of_nodes(hosts, nodes)
     )
 
 
