@@ -16,7 +16,7 @@ import torch_device as device
 from accelerate import PartialState
 from exactness import Setting, prepared
 from torch.utils.data import DataLoader
-from training_cases import CASES, collate
+from training_cases import CASES, collate, tiny_vit
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
@@ -214,3 +214,27 @@ def refused_in_one_node() -> str:
     except RuntimeError as error:
         return str(error)
     return "none"
+
+
+def placed_by_the_run(share: float) -> dict[str, Any]:
+    """A training whose blocks the run places itself, on a device that has room for a share of the model's states."""
+    on_emulated_device()
+    model = tiny_vit(layers=6, hidden=256)
+    states = 16 * sum(parameter.numel() for parameter in model.parameters())
+    device.reset()
+    device.configure(limit=int(share * states))
+    accelerator = LSHDPAccelerator(batch_sizes=(2, 2), placement="auto")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+    loader = DataLoader(CASES["vit"].dataset(16, torch.float32), batch_size=2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = CASES["vit"].loss(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    peak, races = device.counts()["peak_device_bytes"], device.races()
+    device.configure()
+    stores = sorted({str(unit.store) for unit in accelerator.plan.placement.placements})
+    return {"stores": stores, "peak": peak, "limit": int(share * states), "losses": losses, "races": races}
