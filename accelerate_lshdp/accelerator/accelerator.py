@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
@@ -61,6 +62,7 @@ from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.backend import prepare_environment, refuse_single_process_state
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.forking import install_safe_forks
+from accelerate_lshdp.runtime.groups import meets_on_hosts
 from accelerate_lshdp.runtime.parent_death import end_with_launcher
 from accelerate_lshdp.runtime.shutdown import install_clean_exit
 from accelerate_lshdp.runtime.topology import Topology
@@ -514,7 +516,10 @@ class LSHDPAccelerator(Accelerator):
     @failures_explained()
     def wait_for_everyone(self) -> None:
         meet(self.session, "wait_for_everyone")
-        super().wait_for_everyone()
+        if self.num_processes > 1 and meets_on_hosts():
+            dist.barrier()  # accelerate would ask for one of the devices
+        else:
+            super().wait_for_everyone()
 
     # Checkpoints
 

@@ -136,12 +136,9 @@ def test_a_step_is_what_hooks_and_second_tries_expect(
     assert all((one == other).all() for one, other in zip(found["parameters"], plain["parameters"], strict=True))
 
 
-@pytest.mark.parametrize(("share", "on_host"), [(2.0, False), (0.3, True)], ids=["ample", "short"])
-def test_a_run_places_blocks_in_host_memory_where_the_device_is_short(
-    on_device: Callable[..., list], share: float, on_host: bool
-) -> None:
-    found = on_device("accelerator_training", "placed_by_the_run", share, ranks=2, nodes=(2,), timeout=100)
-    for rank in found:
-        assert ("host" in rank["stores"]) == on_host
+def test_a_run_places_blocks_in_host_memory_where_the_device_is_short(on_device: Callable[..., list]) -> None:
+    # Divided over both ranks, states would need half of it and the gathered blocks.
+    for rank in on_device("accelerator_training", "placed_by_the_run", 0.3, ranks=2, nodes=(2,), timeout=100):
+        assert "host" in rank["stores"]
         assert rank["peak"] <= rank["limit"]
         assert rank["races"] == []
