@@ -219,7 +219,7 @@ def refused_in_one_node() -> str:
 def placed_by_the_run(share: float) -> dict[str, Any]:
     """A training whose blocks the run places itself, on a device that has room for a share of the model's states."""
     on_emulated_device()
-    model = tiny_vit(layers=6, hidden=256)
+    model = tiny_vit(layers=6, hidden=768)
     states = 16 * sum(parameter.numel() for parameter in model.parameters())
     device.reset()
     device.configure(limit=int(share * states))
