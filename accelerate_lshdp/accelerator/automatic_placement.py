@@ -27,6 +27,7 @@ from accelerate_lshdp.documents.plan import Batch, Plan, RankBatch
 from accelerate_lshdp.documents.profile_sections import HostRates, Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.placement.host_costs import host_costs
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
@@ -35,7 +36,7 @@ from accelerate_lshdp.planning.placement.problem import Peak
 from accelerate_lshdp.planning.placement.result import PlacementResult
 from accelerate_lshdp.planning.placement.totals import place_sizes, plan_trainable
 from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
-from accelerate_lshdp.profiling.host_rates import measure_host_rates
+from accelerate_lshdp.profiling.host_rates import host_rates_of
 from accelerate_lshdp.profiling.memory import meter_of, process_bytes
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.rates import Rates, measure_rates
@@ -78,7 +79,7 @@ class _Process(Protocol):
 class _RankFacts:
     """What one rank measured: bytes that it may use and that its process needs, its rates, and those of its host.
 
-    ``host`` is None where the host computes.
+    ``host`` is None where nothing can be streamed from it.
     """
 
     memory_limit: int
@@ -197,11 +198,12 @@ def _measure_rank(session: Session, process: _Process, model: nn.Module) -> _Ran
     local = session.topology.node_sizes[session.topology.node]
     limit = int(meter.default_limit(local) * _USABLE)
     rates = measure_rates(process.device, _DTYPES[process.mixed_precision])
-    if process.device.type == "cpu":
-        return _RankFacts(limit, needed, rates, None)
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    dtype = None if process.mixed_precision == "no" else _DTYPES[process.mixed_precision]
-    return _RankFacts(limit, needed, rates, measure_host_rates(process.device, trainable, dtype))
+    host = None
+    try:
+        host = host_rates_of(process.device, model, process.mixed_precision)
+    except NodeMemoryError as error:
+        logger.warning(f"no block is placed in host memory, as rank {session.rank} cannot copy from it: {error}")
+    return _RankFacts(limit, needed, rates, host)
 
 
 def _measure_units(session: Session, process: _Process, model: nn.Module, loader: DataLoader) -> ModelUnits:
@@ -313,7 +315,7 @@ def _cluster(
         inside,
         process_bytes=max(rank.process_bytes for rank in ranks),
         streams=session.device.type != "cpu",
-        **host_costs([rank.host for rank in ranks if rank.host is not None], nodes, model.trainable),
+        **host_costs([rank.host for rank in ranks], nodes, model.trainable),
     )
 
 

@@ -183,7 +183,7 @@ class Session:
         error: Exception | None = None
         try:
             self.topology = Topology.discover(self.rank, self.world_size, device_type=self.device.type)
-            self._check_that_devices_meet()
+            self._check_that_devices_meet(mixed_precision)
             self.policies = self.options.policies(
                 self.topology,
                 device_type=self.device.type,
@@ -192,7 +192,6 @@ class Session:
             )
             plan = self.plan if self.plan.automatic is None else sizes_at_start(self.plan, self.world_size)
             plan.check(self.world_size, self.policies.shard_groups, self.topology.node_sizes)
-            self._check_device_of_plan()
             if plan.automatic is not None:
                 self.sizing = AutomaticSizes(plan, self.device, self._most_samples)
             if not self.plan.leaves_total_open:
@@ -201,7 +200,7 @@ class Session:
             error = found
         self.raise_everywhere(error)
 
-    def _check_that_devices_meet(self) -> None:
+    def _check_that_devices_meet(self, mixed_precision: str) -> None:
         """Checks that nodes with different types of devices can exchange gradients.
 
         Raises:
@@ -217,24 +216,15 @@ class Session:
                 "script makes groups before it has the accelerator, with InitProcessGroupKwargs(backend='gloo') or "
                 "TrainingArguments(ddp_backend='gloo')"
             )
+        if mixed_precision == "fp16":
+            raise ValueError(
+                f"{found} and mixed_precision='fp16', expected 'bf16' or 'no': processors do not scale losses, so "
+                "gradients of devices would be larger than theirs"
+            )
         if self.finds_placement:
             raise ValueError(
                 f"{found} and a placement that the run is to find, expected strategy lsdp: gradients of different "
                 "devices meet in host memory"
-            )
-
-    def _check_device_of_plan(self) -> None:
-        """Checks that this rank trains on a processor or a device as the plan says of its node, if it says so.
-
-        Raises:
-            ValueError: it does not.
-        """
-        node = None if self.plan.cluster is None else self.plan.cluster.nodes[self.topology.node]
-        on_cpu = self.device.type == "cpu"
-        if node is not None and node.trains_on_cpu not in (None, on_cpu):
-            raise ValueError(
-                f"found rank {self.rank} on {self.device.type}, expected {node.device}, as the plan says of node "
-                f"{self.topology.node}. Launch that node as the plan was made, with or without --cpu, or plan again"
             )
 
     def _agreed_text(self, mixed_precision: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from accelerate_lshdp.documents.profile_sections import HostRates
 from accelerate_lshdp.engine.stores.streamed.pinning import register_with_device
 from accelerate_lshdp.profiling.memory import free_in_control_group
+from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 
 
 #: Bytes of a copy: as large as a block, so that its start does not count.
@@ -20,6 +21,35 @@ _COPIED = 64 * 2**20
 #: Parameters of the measured step: more than caches hold, with gradients and moments.
 _STEPPED = 8 * 2**20
 _REPEATS = 5
+
+
+def host_rates_of(
+    device: torch.device,
+    model: torch.nn.Module,
+    mixed_precision: str,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> HostRates | None:
+    """Measures what a model's units would take if they were streamed from this rank's host.
+
+    Args:
+        device: that computes.
+        model: whose trainable parameters would be stepped on the host.
+        mixed_precision: of the computation.
+        clock: seconds, monotonic.
+
+    Returns:
+        None where no unit can be streamed: the host computes itself, or the device has no streams.
+
+    Raises:
+        NodeMemoryError: the device cannot use memory of the host.
+    """
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
+        return None
+    apply_thread_share()  # as a run does that steps parameters on the host
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
+    return measure_host_rates(device, trained, dtype, clock=clock)
 
 
 def measure_host_rates(

@@ -20,7 +20,7 @@ from accelerate_lshdp.documents.profile_sections import HostRates, MeasuredRank,
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.planning import PlanningError, plan_fixed_total
-from accelerate_lshdp.profiling.host_rates import measure_host_rates
+from accelerate_lshdp.profiling.host_rates import host_rates_of
 from accelerate_lshdp.profiling.memory import MemoryMeter, meter_of, process_bytes
 from accelerate_lshdp.profiling.network import measure_network
 from accelerate_lshdp.profiling.noise import seconds_without_noise
@@ -34,7 +34,6 @@ from accelerate_lshdp.profiling.single_rank import SingleRankTrainer
 from accelerate_lshdp.profiling.subject import Samples, Subject
 from accelerate_lshdp.profiling.unit_sizes import units_of
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
-from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 from accelerate_lshdp.runtime.cpu_cores import cpu_quota
 from accelerate_lshdp.runtime.topology import Topology
 
@@ -287,13 +286,8 @@ class _Run:
         return rank, bucket_bytes
 
     def _measure_host(self) -> HostRates | None:
-        device = self._accelerator.device
-        if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
-            return None  # no unit can be streamed
-        apply_thread_share()  # as a run does that steps parameters on the host
-        trained = sum(p.numel() for p in self._subject.model.parameters() if p.requires_grad)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._accelerator.mixed_precision)
-        return measure_host_rates(device, trained, dtype, clock=self._clock)
+        process = self._accelerator
+        return host_rates_of(process.device, self._subject.model, process.mixed_precision, clock=self._clock)
 
     def _rehearse(self, session: RankSession, profile: Profile) -> Profile:
         """The profile, corrected by rehearsed steps of all ranks together."""

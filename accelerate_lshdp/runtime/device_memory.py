@@ -11,6 +11,10 @@ _COUNTS = ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"
 
 def counts_memory(device: torch.device) -> bool:
     """Whether a device has memory of its own that torch counts, as CUDA and XPU do, and MPS does not."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not all(hasattr(torch.get_device_module(device), name) for name in _COUNTS):
         return False
-    return all(hasattr(torch.get_device_module(device), name) for name in _COUNTS)
+    try:
+        torch.get_device_module(device).mem_get_info(device)
+    except RuntimeError:  # some drivers do not tell what is free
+        return False
+    return True

@@ -38,6 +38,10 @@ def host_backend() -> str | None:
     return None if "cpu:" in backends or backends == dist.Backend.GLOO else "gloo"
 
 
+#: Types of devices whose tensors gloo takes; it copies those of CUDA to the host itself.
+_DEVICES_OF_GLOO = ("cpu", "cuda")
+
+
 def meets_on_hosts() -> bool:
     """Whether the group of all ranks is over gloo alone, so that ranks with devices may be beside ranks without."""
     # One backend for each type of device ("cpu:gloo,cuda:gloo"), or one for all of them.
@@ -45,8 +49,8 @@ def meets_on_hosts() -> bool:
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy of it in host memory if all ranks meet there."""
-    return tensor.cpu() if meets_on_hosts() else tensor
+    """The tensor itself, or a copy of it in host memory if all ranks meet there and gloo does not know its device."""
+    return tensor.cpu() if meets_on_hosts() and tensor.device.type not in _DEVICES_OF_GLOO else tensor
 
 
 @contextmanager

@@ -192,14 +192,13 @@ def met(devices: Sequence[str]) -> dict[str, Any]:
     return {name: (tensor.device.type, tensor.tolist()) for name, tensor in found.items()} | {"device": own.type}
 
 
-def refused(devices: Sequence[str], strategy: str, cluster: dict[str, Any] | None = None) -> str:
-    """The error of an accelerator with a plan that these devices do not allow."""
+def refused(devices: Sequence[str], strategy: str, options: dict[str, Any] | None = None) -> str:
+    """The error of an accelerator with a strategy or options that these devices do not allow."""
     on_emulated_device(devices)
-    plan = Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy, intra_node="auto")
-    if cluster is not None:
-        plan = Plan.from_dict({**plan.to_dict(), "cluster": cluster})
     try:
-        LSHDPAccelerator(plan=plan)
+        LSHDPAccelerator(
+            plan=Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy), **(options or {})
+        )
     except RuntimeError as error:
         return str(error)
     return "none"

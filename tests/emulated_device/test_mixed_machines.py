@@ -99,13 +99,10 @@ def test_strategies_whose_gradients_are_on_devices_are_refused(on_device: Callab
         assert "expected strategy lsdp" in error
 
 
-def test_a_node_has_the_device_that_the_plan_says(on_device: Callable[..., list]) -> None:
-    cluster = {"nodes": [{"ranks": 1, "device": "cpu"}, {"ranks": 1, "device": "RTX 3090"}]}
-    for error in on_device(
-        "accelerator_training", "refused", ("emulated", "cpu"), "lsdp", cluster, ranks=2, nodes=(1, 1)
-    ):
-        assert "rank 0: ValueError: found rank 0 on emulated, expected cpu, as the plan says of node 0" in error
-        assert "rank 1: ValueError: found rank 1 on cpu, expected RTX 3090, as the plan says of node 1" in error
+def test_losses_that_only_devices_scale_are_refused(on_device: Callable[..., list]) -> None:
+    arguments = ("emulated", "cpu"), "lsdp", {"mixed_precision": "fp16"}
+    for error in on_device("accelerator_training", "refused", *arguments, ranks=2, nodes=(1, 1)):
+        assert "devices of types emulated, cpu and mixed_precision='fp16', expected 'bf16' or 'no'" in error
 
 
 def test_the_ranks_of_a_node_have_one_type(on_device: Callable[..., list]) -> None:

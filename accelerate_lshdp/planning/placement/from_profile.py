@@ -60,16 +60,13 @@ def profiled_cluster(profile: Profile, memory_limits: Sequence[int] | None = Non
                 " rank with commas"
             )
     link, inside = measured_links(profile.network, nodes)
-    hosts = [rank.host for rank in profile.ranks if rank.host is not None]
-    if len(hosts) < len(profile.ranks):
-        hosts = []  # one that was not measured may be the slowest
     return PlacementCluster(
         nodes,
         tuple(_rank(rank) for rank in profile.ranks),
         tuple(memory_limits),
         link,
         inside,
-        **host_costs(hosts, nodes, model.trainable),
+        **host_costs([rank.host for rank in profile.ranks], nodes, model.trainable),
         process_bytes=max(_process_bytes(profile, rank, model) for rank in profile.ranks),
         streams=not _computes_on_hosts(profile),
     )

@@ -16,11 +16,12 @@ COPY_LATENCY_SECONDS = 20e-6
 USABLE_HOST_MEMORY = 0.8
 
 
-def host_costs(hosts: Sequence[HostRates], nodes: Sequence[int], trainable: int) -> dict[str, Any]:
+def host_costs(hosts: Sequence[HostRates | None], nodes: Sequence[int], trainable: int) -> dict[str, Any]:
     """The arguments of `PlacementCluster` that are about hosts.
 
     Args:
-        hosts: of each rank; empty: they were not measured, or ranks compute on them.
+        hosts: of each rank, None where it was not measured, or nothing can be streamed from it. All ranks stream a
+            unit, or none does.
         nodes: ranks on each node.
         trainable: number of the model's trainable parameters.
 
@@ -28,7 +29,7 @@ def host_costs(hosts: Sequence[HostRates], nodes: Sequence[int], trainable: int)
         The slowest link between a host and a device, in its slower direction; the bytes that states may take on each
         host; and the seconds in which the ranks of each node step all parameters there, each its part.
     """
-    if not hosts:
+    if not hosts or None in hosts:
         return {"device_link": None, "host_limits": None, "host_optimizer_seconds": ()}
     rate = min(min(host.to_device_bytes_per_second, host.to_host_bytes_per_second) for host in hosts)
     of_nodes = list(_of_nodes(hosts, nodes))
