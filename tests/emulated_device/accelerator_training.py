@@ -192,8 +192,8 @@ def met(devices: Sequence[str]) -> dict[str, Any]:
     return {name: (tensor.device.type, tensor.tolist()) for name, tensor in found.items()} | {"device": own.type}
 
 
-def refused(devices: Sequence[str], strategy: str, options: dict[str, Any] | None = None) -> str:
-    """The error of an accelerator with a strategy or options that these devices do not allow."""
+def refused(devices: Sequence[str], strategy: str) -> str:
+    """The error of an accelerator with a strategy that these devices do not allow."""
     on_emulated_device(devices)
     try:
         LSHDPAccelerator(

@@ -99,12 +99,6 @@ def test_strategies_whose_gradients_are_on_devices_are_refused(on_device: Callab
         assert "expected strategy lsdp" in error
 
 
-def test_losses_that_only_devices_scale_are_refused(on_device: Callable[..., list]) -> None:
-    arguments = ("emulated", "cpu"), "lsdp", {"mixed_precision": "fp16"}
-    for error in on_device("accelerator_training", "refused", *arguments, ranks=2, nodes=(1, 1)):
-        assert "devices of types emulated, cpu and mixed_precision='fp16', expected 'bf16' or 'no'" in error
-
-
 def test_the_ranks_of_a_node_have_one_type(on_device: Callable[..., list]) -> None:
     # One launcher a machine: what it started is one node, whatever it computes on.
     for error in on_device("accelerator_training", "refused_in_one_node", ranks=2, nodes=(2,)):

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
 
 from accelerate_lshdp.accelerator.process_groups import meet_on_hosts
+from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.documents.cluster import Cluster, Node
 from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.runtime.topology import Topology
 
 
 def plan(*devices: str | None) -> Plan:
@@ -49,3 +53,27 @@ def test_what_the_script_says_of_its_groups_stays():
 def test_another_backend_is_refused():
     with pytest.raises(ValueError, match="found InitProcessGroupKwargs.backend='mpi'.*expected backend='gloo'"):
         meet_on_hosts(MIXED, {"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]})
+
+
+@pytest.mark.parametrize(
+    ("groups", "precision", "finds_placement", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "no", False, "process groups over cpu:gloo,cuda:nccl, expected gloo on all ranks"),
+        ("cpu:gloo,cuda:gloo", "fp16", False, "mixed_precision='fp16', expected 'bf16' or 'no'"),
+        ("cpu:gloo,cuda:gloo", "no", True, "a placement that the run is to find, expected strategy lsdp"),
+    ],
+)
+def test_what_devices_of_different_types_cannot_do_is_refused(
+    monkeypatch, groups, precision, finds_placement, expected
+):
+    monkeypatch.setattr("torch.distributed.get_backend_config", lambda: groups)
+    topology = Topology(0, (1, 1), ("cuda", "cpu"))
+    session = SimpleNamespace(topology=topology, finds_placement=finds_placement)
+    with pytest.raises(ValueError, match=f"found nodes with devices of types cuda, cpu and {re.escape(expected)}"):
+        Session._check_that_devices_meet(session, precision)
+
+
+@pytest.mark.parametrize("types", [(), ("cuda", "cuda")])
+def test_devices_of_one_type_may_do_all(types):
+    session = SimpleNamespace(topology=Topology(0, (1, 1), types), finds_placement=True)
+    Session._check_that_devices_meet(session, "fp16")
