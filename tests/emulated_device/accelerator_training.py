@@ -196,9 +196,7 @@ def refused(devices: Sequence[str], strategy: str) -> str:
     """The error of an accelerator with a strategy that these devices do not allow."""
     on_emulated_device(devices)
     try:
-        LSHDPAccelerator(
-            plan=Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy), **(options or {})
-        )
+        LSHDPAccelerator(plan=Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy))
     except RuntimeError as error:
         return str(error)
     return "none"
