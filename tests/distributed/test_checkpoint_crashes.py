@@ -98,7 +98,7 @@ def load(root, name="", kind="flat", chunk=None, staged=False):
     found = newest_checkpoint(node_folder(root) / name, layout())
     with mock.patch.object(checkpoint_transfer, "CHUNK_BYTES", chunk or checkpoint_transfer.CHUNK_BYTES):
         # As with nccl, which carries the device's tensors only; here the device is the CPU.
-        carries = mock.patch.object(checkpoint_exchange, "_carries_cpu_tensors", lambda: False)
+        carries = mock.patch.object(checkpoint_exchange, "host_backend", lambda: "gloo")
         with carries if staged else mock.MagicMock():
             loaded = load_checkpoint(node_folder(root) / name, training, layout(), plan_digest="p")
     assert loaded.path == found
