@@ -34,7 +34,7 @@ from accelerate_lshdp.accelerator.other_engines import (
 )
 from accelerate_lshdp.accelerator.plan_resolution import AUTO, BatchKeywords, resolve_plan
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
-from accelerate_lshdp.accelerator.process_groups import meet_on_hosts
+from accelerate_lshdp.accelerator.process_groups import meet_other_devices
 from accelerate_lshdp.accelerator.run_checkpoints import layout_of, load_run, save_run
 from accelerate_lshdp.accelerator.run_total import keeps_plan_total
 from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
@@ -111,11 +111,14 @@ class LSHDPAccelerator(Accelerator):
         trust_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        if prepare_environment():
+        on_cpu = prepare_environment()
+        if on_cpu:
             kwargs.setdefault("cpu", True)
         # On GPUs this is left of a config file for FSDP; its plugin has no part here.
         os.environ.pop("ACCELERATE_USE_FSDP", None)
         refuse_single_process_state()
+        # Before anything that may fail on one node alone: such an error is told to the others in these groups.
+        meet_other_devices(on_cpu or bool(kwargs.get("cpu")), kwargs)
         error: Exception | None = None
         keeps_total = False
         try:
@@ -125,7 +128,6 @@ class LSHDPAccelerator(Accelerator):
             keywords = BatchKeywords(batch_sizes, total_batch_size, rebalance_every, dead_band)
             plan, options = resolve_plan(plan, keywords, lsdp_plugin or LSDPPlugin(), placement)
             choose_precision(options, kwargs)
-            meet_on_hosts(plan, kwargs)
         except (ValueError, OSError) as found:
             error = found
             # Only to meet the other ranks and to raise there.

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""The backend of the process groups of a run whose plan says that its nodes have different devices."""
+"""The backend of the process groups that accelerate makes for an accelerator."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ from typing import Any
 
 from accelerate.utils import InitProcessGroupKwargs
 
-from accelerate_lshdp.documents.plan import Plan
+from accelerate_lshdp.runtime.launched_devices import choose_backend
 
 
-def meet_on_hosts(plan: Plan, keywords: dict[str, Any]) -> None:
-    """Lets accelerate make process groups over gloo if the plan's nodes mix processors and devices.
-
-    accelerate would use NCCL on nodes with GPUs, which ranks on processors cannot join.
+def meet_other_devices(on_cpu: bool, keywords: dict[str, Any]) -> None:
+    """Lets accelerate make process groups over gloo if ranks on processors are beside ranks with devices (collective).
 
     Args:
-        plan: of the run.
-        keywords: of the accelerator; its ``kwargs_handlers`` are changed, unless the script has chosen gloo itself.
+        on_cpu: whether this rank trains on its processor.
+        keywords: of the accelerator; ``kwargs_handlers`` is replaced where the backend has to be another one.
 
     Raises:
-        ValueError: the script has chosen another backend.
+        RuntimeError: on all ranks, if the script has chosen another backend, or ranks did not start in time.
     """
-    if plan.cluster is None or not plan.cluster.mixes_devices:
-        return
     handlers = list(keywords.get("kwargs_handlers") or ())
     own = next((handler for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), None)
+    # accelerate's own default cannot be told from the same name given by the script, and is replaced, too.
+    default = InitProcessGroupKwargs().backend
+    asked = None if own is None or own.backend == default else own.backend
+    backend = choose_backend(on_cpu, asked, None if own is None else own.timeout)
+    if backend == asked:
+        return
     if own is None:
-        keywords["kwargs_handlers"] = [*handlers, InitProcessGroupKwargs(backend="gloo")]
-    elif own.backend in (None, InitProcessGroupKwargs().backend):  # given for the time-out, say
-        own.backend = "gloo"
-    elif own.backend != "gloo":
-        raise ValueError(
-            f"found InitProcessGroupKwargs(backend={own.backend!r}) with a plan whose nodes train on "
-            f"{', '.join(str(node.device) for node in plan.cluster.nodes)}, expected backend='gloo', in which "
-            "processors and devices can meet, or none"
-        )
+        keywords["kwargs_handlers"] = [*handlers, InitProcessGroupKwargs(backend=backend)]
+    else:
+        own.backend = backend

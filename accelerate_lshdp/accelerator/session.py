@@ -212,9 +212,7 @@ class Session:
         if not meets_on_hosts():
             raise ValueError(
                 f"{found} and process groups over {dist.get_backend_config()}, expected gloo on all ranks: different "
-                "devices meet in host memory. Say in the plan's section cluster which device each node has; where a "
-                "script makes groups before it has the accelerator, with InitProcessGroupKwargs(backend='gloo') or "
-                "TrainingArguments(ddp_backend='gloo')"
+                "devices meet in host memory. Make the accelerator before any process group, or that group over gloo"
             )
         if mixed_precision == "fp16":
             raise ValueError(

@@ -133,8 +133,9 @@ def run(arguments: argparse.Namespace) -> int:
         # Mistakes in the layout are found here: processes that have started would wait for each other until a timeout.
         config, config_file = read_launch_config(file, write_normalised)
         if not config.use_cpu and local_device() == "cpu":
+            asking = file if arguments.config_file else "--gpu" if arguments.device else "the plan's section cluster"
             raise ValueError(
-                f"{file if arguments.config_file else '--gpu'} asks for GPUs, but torch finds none on this machine; "
+                f"{asking} asks for GPUs, but torch finds none on this machine; "
                 "install the driver and a CUDA build of torch, or use --cpu (use_cpu: true in a config file)"
             )
         _check_plan(plan, config, given)

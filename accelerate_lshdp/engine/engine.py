@@ -83,6 +83,7 @@ class Engine:
             self._replaced,
             frozen_too=self.policies.mechanism is not Mechanism.REPLICATED,
         )
+        self.placement.require_placeable(model)
 
     def place(self, model: nn.Module, before: dict[str, nn.Parameter]) -> PreparedModel:
         """Places a model and trains it from now on (collective).

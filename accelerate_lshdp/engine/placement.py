@@ -36,6 +36,7 @@ from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice, choose_sl
 from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.store import SlicedStore
 from accelerate_lshdp.engine.stores.streamed.store import StreamedStore
+from accelerate_lshdp.engine.stores.streamed.streamable import require_plain
 from accelerate_lshdp.engine.stores.whole import WholeStore
 from accelerate_lshdp.engine.unit_precision import UnitPrecision
 from accelerate_lshdp.engine.units import choose_units
@@ -114,6 +115,16 @@ class Placement:
             shares_memory=policies.shares_memory,
             substitute=reduction,
         )
+
+    def require_placeable(self, model: nn.Module) -> None:
+        """Checks what ranks with other devices find out otherwise while this one waits for them.
+
+        Raises:
+            ValueError: a rank of another node cannot stream the model.
+        """
+        if self.topology.mixes_devices:
+            choose_units(model, self.units)
+            require_plain(model.parameters(), mixes_devices=True)
 
     def place(self, model: nn.Module, model_index: int = 0) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.

@@ -11,6 +11,7 @@ import torch
 
 from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
+from accelerate_lshdp.runtime.launched_devices import choose_backend
 
 
 def has_accelerator(*, several_ranks: bool) -> bool:
@@ -48,7 +49,9 @@ def prepare_environment() -> bool:
 
 
 def prepare_at_first_state() -> None:
-    """Lets a launched CPU rank prepare its environment, and join the others, when its first accelerate state is made.
+    """Lets a launched rank prepare its environment, and join the others, when its first accelerate state is made.
+
+    CPU ranks join at all, and those on nodes with different devices find a backend in which they can meet.
 
     For modules whose import says that the script trains with them: importing changes nothing yet, but the
     ``TrainingArguments`` that a script makes before its Trainer already tell it which rank it is.
@@ -64,8 +67,10 @@ def prepare_at_first_state() -> None:
     def settled(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
         # Only the first: later states share its values, and the environment must not change under a script that
         # trains.
-        first = not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        initialise(self, first and prepare_environment() or cpu, **kwargs)
+        if not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            cpu = prepare_environment() or cpu
+            kwargs["backend"] = choose_backend(cpu, kwargs.get("backend"), kwargs.get("timeout"))
+        initialise(self, cpu, **kwargs)
 
     settled._prepares_environment = True
     PartialState.__init__ = settled

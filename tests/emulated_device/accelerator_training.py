@@ -13,13 +13,17 @@ import test_resume
 import torch
 import torch.distributed as dist
 import torch_device as device
-from accelerate import PartialState
+import trainer_cases
+from accelerate import DistributedType, PartialState
 from exactness import Setting, prepared
 from torch.utils.data import DataLoader
 from training_cases import CASES, collate, tiny_vit
 
-from accelerate_lshdp import LSHDPAccelerator, Plan
+from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
 from accelerate_lshdp.profiling import ProfilingOptions, Subject, profile_ranks
+
+
+_PLAN_OF = exactness.plan_of
 
 
 def on_emulated_device(devices: Sequence[str] = ()) -> None:
@@ -34,18 +38,34 @@ def on_emulated_device(devices: Sequence[str] = ()) -> None:
         return
     # Without an index, as accelerate names the device of a process that runs alone.
     os.environ["ACCELERATE_TORCH_DEVICE"] = "emulated"
-    # As on CPUs: accelerate knows no backend for a device of this name. What it has found stays for the process; asked
-    # for the CPU again, it would refuse.
-    PartialState(cpu=True)
+    # accelerate knows no backend for a device of this name.
+    PartialState._prepare_backend = lambda self, cpu=False, sagemaker_dp=False, backend=None: (
+        backend or "gloo",
+        DistributedType.MULTI_CPU,
+    )
     del os.environ["ACCELERATE_USE_CPU"]
 
 
-def train(setting: Setting, devices: Sequence[str] = ()) -> dict[str, Any]:
-    """The errors of `exactness.train`, and what raced."""
+def train(
+    setting: Setting, devices: Sequence[str] = (), total: int | None = None, mixed_precision: str = "no"
+) -> dict[str, Any]:
+    """The errors of `exactness.train`, and what raced.
+
+    Args:
+        setting: what is trained.
+        devices: types of the devices of each node, if they differ.
+        total: samples in a global batch that the run divides itself, in the place of the sizes of the setting.
+        mixed_precision: of the accelerator.
+    """
     on_emulated_device(devices)
     device.reset()
     device.configure(copy_delay=0.001)
-    errors = exactness.train(setting)
+    if total is not None:
+        exactness.plan_of = lambda setting: Plan.auto(total, strategy=setting.strategy, rebalance_every=1)
+    try:
+        errors = exactness.train(setting, mixed_precision=mixed_precision)
+    finally:
+        exactness.plan_of = _PLAN_OF
     races = device.races()
     device.configure()
     return {"errors": errors, "races": races}
@@ -192,14 +212,39 @@ def met(devices: Sequence[str]) -> dict[str, Any]:
     return {name: (tensor.device.type, tensor.tolist()) for name, tensor in found.items()} | {"device": own.type}
 
 
-def refused(devices: Sequence[str], strategy: str) -> str:
-    """The error of an accelerator with a strategy that these devices do not allow."""
+class _Parameter(torch.nn.Parameter):
+    """One with something more."""
+
+
+def refused(devices: Sequence[str], what: str, strategy: str = "lsdp") -> str:
+    """The error of something that these devices do not allow, or that only ranks with a device would find."""
     on_emulated_device(devices)
+    plan = Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy)
+    case = CASES["vit"]
+    model = case.model(2)
+    loader = DataLoader(case.dataset(8, torch.float32), batch_size=2, collate_fn=collate)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if what == "parameter":
+        model.classifier.weight = _Parameter(model.classifier.weight.detach())
+    if what == "plan of one rank" and dist.get_rank() == 1:
+        plan = "nowhere.json"
+    units = ("no such unit",) if what == "units" else None
     try:
-        LSHDPAccelerator(plan=Plan.from_batch_sizes((2,) * dist.get_world_size(), strategy=strategy))
-    except RuntimeError as error:
+        accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(units=units))
+        if what == "profile":
+            subject = Subject(model, loader, optimizer, case.loss)
+            profile_ranks(subject, ProfilingOptions(seconds=4, total_batch_size=8), accelerator)
+        accelerator.prepare(model, optimizer, loader)
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "none"
+
+
+def trained_by_script(run: trainer_cases.Run, devices: Sequence[str] = ()) -> list[str]:
+    """Runs a script with a Trainer to its end; returns what raced."""
+    on_emulated_device(devices)
+    trainer_cases.start(run)
+    return device.races()
 
 
 def refused_in_one_node() -> str:

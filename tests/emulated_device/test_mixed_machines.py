@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,21 @@ def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], s
     assert [each["races"] for each in found] == [[]] * setting.world_size
 
 
+def test_the_run_finds_batch_sizes(on_device: Callable[..., list]) -> None:
+    setting, devices = Setting("lsdp", (4, 4), (1, 1)), ("emulated", "cpu")
+    found = on_device("accelerator_training", "train", setting, devices, 8, ranks=2, nodes=(1, 1), timeout=100)
+    check([each["errors"] for each in found], setting.dtype)
+
+
+def test_nodes_that_compute_in_bf16_keep_the_same_parameters(on_device: Callable[..., list]) -> None:
+    setting, devices = Setting("lsdp", (3, 1), (1, 1), dtype="float32"), ("emulated", "cpu")
+    one, other = on_device(
+        "accelerator_training", "train", setting, devices, None, "bf16", ranks=2, nodes=(1, 1), timeout=100
+    )
+    assert one["errors"] == other["errors"]
+    assert 0 < max(one["errors"]) < 0.05
+
+
 def test_a_run_goes_on_with_the_same_bits(on_device: Callable[..., list], tmp_path: Path) -> None:
     folders = [tmp_path / f"node{index}" for index in range(2)]
     for folder in folders:
@@ -94,9 +110,26 @@ def test_collectives_of_the_script_meet_on_the_hosts(on_device: Callable[..., li
 
 @pytest.mark.parametrize("strategy", ["ddp", "group_sharding", "fsdp", "fsdp_offload"])
 def test_strategies_whose_gradients_are_on_devices_are_refused(on_device: Callable[..., list], strategy: str) -> None:
-    for error in on_device("accelerator_training", "refused", ("emulated", "cpu"), strategy, ranks=2, nodes=(1, 1)):
+    devices = ("emulated", "cpu")
+    for error in on_device("accelerator_training", "refused", devices, "strategy", strategy, ranks=2, nodes=(1, 1)):
         assert f"devices of types emulated, cpu and strategy {strategy}" in error
         assert "expected strategy lsdp" in error
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("units", "no module of the model is called, or is of class, no such unit"),
+        ("parameter", "found a parameter of class _Parameter.* Use nodes with devices of one type"),
+        ("plan of one rank", "rank 1: .*nowhere.json"),
+        ("profile", "found nodes with devices of types emulated, cpu, expected one: profiles do not know yet"),
+    ],
+)
+def test_all_ranks_are_told_what_one_of_them_finds(
+    on_device: Callable[..., list], what: str, expected: str
+) -> None:
+    for error in on_device("accelerator_training", "refused", ("emulated", "cpu"), what, ranks=2, nodes=(1, 1)):
+        assert re.search(expected, error), error
 
 
 def test_the_ranks_of_a_node_have_one_type(on_device: Callable[..., list]) -> None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Process groups of plans whose nodes have different devices."""
+"""Process groups of nodes with different devices."""
 
 from __future__ import annotations
 
@@ -10,49 +10,47 @@ from types import SimpleNamespace
 import pytest
 from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
 
-from accelerate_lshdp.accelerator.process_groups import meet_on_hosts
+from accelerate_lshdp.accelerator import process_groups
 from accelerate_lshdp.accelerator.session import Session
-from accelerate_lshdp.documents.cluster import Cluster, Node
-from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.runtime.topology import Topology
 
 
-def plan(*devices: str | None) -> Plan:
-    return Plan.from_batch_sizes([1] * len(devices), cluster=Cluster(tuple(Node(1, device=each) for each in devices)))
+def backend_of(monkeypatch, handlers, found):
+    """The handlers that accelerate is given, and what the ranks were asked, if they find `found`."""
+    asked = []
+
+    def choose(on_cpu, own, timeout):
+        asked.append((own, timeout))
+        return found or own
+
+    monkeypatch.setattr(process_groups, "choose_backend", choose)
+    keywords = {} if handlers is None else {"kwargs_handlers": handlers}
+    process_groups.meet_other_devices(True, keywords)
+    return keywords.get("kwargs_handlers"), asked[0]
 
 
-MIXED = plan("cpu", "RTX 3090")
+def test_devices_of_one_kind_are_left_to_accelerate(monkeypatch):
+    own = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
+    assert backend_of(monkeypatch, [own], None) == ([own], (None, timedelta(seconds=7)))
+    assert own.backend == InitProcessGroupKwargs().backend
+    assert backend_of(monkeypatch, None, None) == (None, (None, None))
 
 
-@pytest.mark.parametrize(
-    "unmixed", [Plan.from_batch_sizes([1, 1]), plan("cpu", "CPU"), plan("cuda", "A100"), plan(None, "cpu")], ids=str
-)
-def test_others_are_left_to_accelerate(unmixed):
-    keywords = {"kwargs_handlers": [InitProcessGroupKwargs()]}
-    meet_on_hosts(unmixed, keywords)
-    assert keywords["kwargs_handlers"][0].backend == InitProcessGroupKwargs().backend
-    keywords = {}
-    meet_on_hosts(unmixed, keywords)
-    assert keywords == {}
-
-
-def test_mixed_ones_are_over_gloo():
+def test_others_meet_over_gloo(monkeypatch):
     other = GradScalerKwargs()
-    keywords = {"kwargs_handlers": [other]}
-    meet_on_hosts(MIXED, keywords)
-    kept, made = keywords["kwargs_handlers"]
+    (kept, made), _ = backend_of(monkeypatch, [other], "gloo")
     assert kept is other and made.backend == "gloo"
 
 
-def test_what_the_script_says_of_its_groups_stays():
+def test_what_the_script_says_of_its_groups_stays(monkeypatch):
     own = InitProcessGroupKwargs(timeout=timedelta(seconds=7))
-    meet_on_hosts(MIXED, {"kwargs_handlers": [own]})
+    backend_of(monkeypatch, [own], "gloo")
     assert own.backend == "gloo" and own.timeout == timedelta(seconds=7)
 
 
-def test_another_backend_is_refused():
-    with pytest.raises(ValueError, match="found InitProcessGroupKwargs.backend='mpi'.*expected backend='gloo'"):
-        meet_on_hosts(MIXED, {"kwargs_handlers": [InitProcessGroupKwargs(backend="mpi")]})
+def test_ranks_are_told_of_another_backend(monkeypatch):
+    _, (asked, _) = backend_of(monkeypatch, [InitProcessGroupKwargs(backend="mpi")], None)
+    assert asked == "mpi"
 
 
 @pytest.mark.parametrize(

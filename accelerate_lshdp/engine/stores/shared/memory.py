@@ -38,11 +38,19 @@ class NodeMemoryError(RuntimeError):
     """The ranks of a node cannot share memory, or one of them has gone."""
 
 
-def require_on_all_ranks(error: str | None) -> None:
+def advice_without_memory(topology: Topology) -> str:
+    """What to do where the ranks of a node cannot share memory, or not use it, for the end of a sentence."""
+    if topology.mixes_devices:  # which can meet nowhere else
+        return "train all nodes on devices of one type"
+    return f"use {option_advice('intra_node', 'collectives')}"
+
+
+def require_on_all_ranks(error: str | None, topology: Topology) -> None:
     """Tells all ranks whether this one can use the memory of its node (collective over all ranks of all nodes).
 
     Args:
         error: what went wrong on this rank, or None.
+        topology: nodes and ranks.
 
     Raises:
         NodeMemoryError: on all ranks, if anything went wrong on one of them.
@@ -51,9 +59,7 @@ def require_on_all_ranks(error: str | None) -> None:
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if any(errors):
-        raise NodeMemoryError(
-            f"{'; '.join(filter(None, errors))}; or use {option_advice('intra_node', 'collectives')}"
-        )
+        raise NodeMemoryError(f"{'; '.join(filter(None, errors))}; or {advice_without_memory(topology)}")
 
 
 class Layout:
@@ -144,8 +150,8 @@ class NodeMemory:
                 made.close()
             raise NodeMemoryError(
                 f"the ranks of a node cannot share memory ({'; '.join(filter(None, errors))}). They have to be "
-                "processes of one user on one machine, in one network namespace, with memory left; or use "
-                f"{option_advice('intra_node', 'collectives')}"
+                "processes of one user on one machine, in one network namespace, with memory left; or "
+                f"{advice_without_memory(topology)}"
             )
         return made
 

@@ -171,7 +171,7 @@ class SharedStore(Store):
             How gradients come into the memory.
         """
         if topology.mixes_devices:
-            require_on_all_ranks(None)  # those with devices tell whether these can use theirs
+            require_on_all_ranks(None, topology)  # those with devices tell whether these can use theirs
         return GradientSource()
 
     def _make_leaves(self) -> Sequence[torch.Tensor]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError, require_on_all_ranks
+from accelerate_lshdp.runtime.topology import Topology
 
 
 def register_with_device(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -54,19 +54,21 @@ def _unregister_from_cuda(address: int, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def register_on_all_ranks(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
-    """Registers a node's memory with the devices of all ranks (collective).
+def register_on_all_ranks(memory: torch.Tensor, device: torch.device, topology: Topology) -> Callable[[], None]:
+    """Registers a node's memory with the devices of all ranks (collective, unless a rank trains for itself).
 
     Raises:
         NodeMemoryError: on all ranks, if a device cannot use it.
     """
+    if topology.world_size == 1:  # it asks nobody, also where other processes are about something else
+        return register_with_device(memory, device)
     error, unregister = None, None
     try:
         unregister = register_with_device(memory, device)
     except Exception as caught:  # whatever it is: the other ranks wait in the collective below
-        error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
+        error = f"rank {topology.rank}: {type(caught).__name__}: {caught}"
     try:
-        require_on_all_ranks(error)
+        require_on_all_ranks(error, topology)
     except NodeMemoryError:
         if unregister is not None:
             unregister()

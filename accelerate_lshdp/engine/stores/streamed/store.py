@@ -31,7 +31,8 @@ from accelerate_lshdp.engine.stores.streamed.gradients import DeviceGradients
 from accelerate_lshdp.engine.stores.streamed.kept_gradients import KeptGradients
 from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
 from accelerate_lshdp.engine.stores.streamed.micro_batches import MicroBatches
-from accelerate_lshdp.engine.stores.streamed.pinning import register_on_all_ranks, register_with_device
+from accelerate_lshdp.engine.stores.streamed.pinning import register_on_all_ranks
+from accelerate_lshdp.engine.stores.streamed.streamable import require_plain
 from accelerate_lshdp.engine.stores.streamed.streaming import Streaming
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
 from accelerate_lshdp.engine.stores.streamed.waiting import PartOfGradient, let_go, part_of_gradient
@@ -82,13 +83,8 @@ class StreamedStore(SharedStore):
     # Setting up: first places in the memory that is still to be made, then what lies there
 
     def _place_parameters(self, layout: Layout) -> list[int]:
+        require_plain(self._everything)
         for parameter in self._everything:
-            if type(parameter) is not nn.Parameter:
-                raise ValueError(
-                    f"found a parameter of class {type(parameter).__name__}, expected torch.nn.Parameter: what is "
-                    "copied to the device would not have what that class adds. Use "
-                    f"{option_advice('intra_node', 'collectives')} or strategy ddp"
-                )
             self.context.attachments.at_removal(functools.partial(move, parameter, parameter.device))
         # Unit by unit, so that each is one piece, which is copied at once.
         self._members = self._divide()
@@ -135,9 +131,8 @@ class StreamedStore(SharedStore):
         used = weakref.WeakMethod(self._part_is_used)
         self._settle_parts = lambda: (found := used()) and found()
         self._bytes = memory.whole()
-        register = register_with_device if topology.world_size == 1 else register_on_all_ranks
         # Also where the model is dropped, and not closed: memory that is registered must not be unmapped.
-        memory.at_end(register(self._bytes, self._device))
+        memory.at_end(register_on_all_ranks(self._bytes, self._device, topology))
         self._casts = {}
         if self._are_cast:
             self._casts = {
