@@ -29,6 +29,7 @@ WORDS = 13
 SAMPLES = 8
 STEPS = 3
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
+FORMAT_OPTIONS = {"powersgd": {"powersgd_warmup_steps": 1}}
 #: Of strategy osdp: one block in host memory, one that is recomputed, one in slices beside a head in slices.
 MIXED = ModelPlacement(
     {
@@ -88,7 +89,13 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().cpu()
 
 
-def train(strategy: str, nodes: tuple[int, ...], delays: dict[str, float]) -> dict[str, Any]:
+def train(
+    strategy: str,
+    nodes: tuple[int, ...],
+    delays: dict[str, float],
+    wire_format: str = "fp32",
+    intra_node: str = "auto",
+) -> dict[str, Any]:
     """How far the parameters are from those of one process, what raced, and for which operators the host waited."""
     device.join_device_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -98,7 +105,7 @@ def train(strategy: str, nodes: tuple[int, ...], delays: dict[str, float]) -> di
     expected = reference(copy.deepcopy(model))
     mixed = MIXED if strategy == "osdp" else None
     if mixed is None:
-        policies = resolve_policies(Strategy(strategy), topology, device_type="emulated")
+        policies = resolve_policies(Strategy(strategy), topology, device_type="emulated", intra_node=intra_node)
     else:
         policies = resolve_placement(mixed, topology, device_type="emulated")
     placement = Placement(
@@ -106,7 +113,7 @@ def train(strategy: str, nodes: tuple[int, ...], delays: dict[str, float]) -> di
         topology,
         device=torch.device("emulated", 0),
         clock=WaitClock(),
-        communication=Communication(),
+        communication=Communication(dtype=wire_format, intra_node=intra_node, **FORMAT_OPTIONS.get(wire_format, {})),
         units=None,
         prefetch=1,
         bucket_bytes=4096,

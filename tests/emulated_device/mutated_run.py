@@ -23,19 +23,27 @@ from types import CodeType
 _TESTS = Path(__file__).parents[1]
 _PACKAGE = Path(__file__).parents[2] / "accelerate_lshdp"
 _WAITS = ("wait_stream", "wait_event", "record_stream", "synchronize")
+_QUEUED = "_Streamed"
 
 
 def sites(path: Path) -> list[ast.Expr]:
     """The statements of a file that let one stream, or the host, wait for another, or keep memory for one."""
-    return [node for node in ast.walk(ast.parse(path.read_text())) if _waits(node)]
+    tree = ast.parse(path.read_text())
+    found = {node.lineno: node for node in ast.walk(tree) if _calls(node, _WAITS)}
+    # Of what is queued on a stream, `wait` lets that stream wait; elsewhere it is the host that waits for results.
+    queued = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == _QUEUED]
+    for node in queued:
+        for body in (each for each in node.body if isinstance(each, ast.FunctionDef)):
+            found.update((each.lineno, each) for each in ast.walk(body) if _calls(each, ("wait",)))
+    return [found[line] for line in sorted(found)]
 
 
-def _waits(node: ast.AST) -> bool:
+def _calls(node: ast.AST, names: tuple[str, ...]) -> bool:
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in _WAITS
+        and node.value.func.attr in names
     )
 
 
@@ -46,7 +54,7 @@ class _Leaver(ast.NodeTransformer):
         self.place = left_out.lineno
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        return ast.copy_location(ast.Pass(), node) if _waits(node) and node.lineno == self.place else node
+        return ast.copy_location(ast.Pass(), node) if node.lineno == self.place else node
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -70,6 +78,31 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         loader = _Loader(name, str(self._path), self._number)
         return importlib.machinery.ModuleSpec(name, loader, origin=str(self._path))
+
+
+def found_on_the_wire(ranks: int) -> str | None:
+    """As `found_by_training`, of trainings whose gradients travel between devices."""
+    import device_training
+    import torch_device as device
+
+    device.join_device_world()
+    device.join_device_world = lambda: None  # one world for all of them
+    nodes = {2: (1, 1), 3: (2, 1), 4: (2, 2)}[ranks]
+    strategies = [("group_sharding", "auto"), ("lsdp", "collectives")] if ranks == 4 else [("ddp", "auto")]
+    formats = ["fp32", "int8", "powersgd"] if ranks == 2 else ["fp32"]
+    delays = ({"collective_delay": 0.005}, {"compute_delay": 0.0005}, {"copy_delay": 0.005})
+    for strategy, intra_node in strategies:
+        for wire_format in formats:
+            for delay in delays:
+                device.reset()
+                what = f"{strategy}, {wire_format}, {delay}"
+                try:
+                    found = device_training.train(strategy, nodes, delay, wire_format, intra_node)
+                except Exception as error:  # whatever is wrong shows
+                    return f"{what}: {type(error).__name__}: {error}"
+                if found["races"] or not found["error"] < (1e-5 if wire_format == "fp32" else 0.1):
+                    return f"{what}: error {found['error']}, {found['races'][:1]}"
+    return None
 
 
 def found_by_training(ranks: int) -> str | None:
@@ -118,7 +151,8 @@ def main() -> None:
         world_size=int(ranks),
         timeout=timedelta(seconds=20),
     )
-    print(json.dumps(found_by_training(int(ranks))), flush=True)
+    found = found_by_training if path.startswith("engine/stores/streamed") else found_on_the_wire
+    print(json.dumps(found(int(ranks))), flush=True)
 
 
 if __name__ == "__main__":
