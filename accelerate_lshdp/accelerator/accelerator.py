@@ -24,7 +24,7 @@ from accelerate_lshdp.accelerator.creation import created
 from accelerate_lshdp.accelerator.ddp_options import refuse_ddp_options
 from accelerate_lshdp.accelerator.held_gradients import refuse_to_clip_parts
 from accelerate_lshdp.accelerator.loader_context import SessionLoaderContext
-from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet, where_it_was
+from accelerate_lshdp.accelerator.metrics import gather, gather_metrics, meet, on_carried_tensors
 from accelerate_lshdp.accelerator.model_checks import checked
 from accelerate_lshdp.accelerator.model_export import fits_one_file, full_state, write_weights
 from accelerate_lshdp.accelerator.optimizer_steps import OptimizerSteps, PreparedOptimizer
@@ -63,6 +63,7 @@ from accelerate_lshdp.runtime.backend import prepare_environment, refuse_single_
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.forking import install_safe_forks
 from accelerate_lshdp.runtime.groups import meets_on_hosts
+from accelerate_lshdp.runtime.launched_devices import group_exists
 from accelerate_lshdp.runtime.parent_death import end_with_launcher
 from accelerate_lshdp.runtime.shutdown import install_clean_exit
 from accelerate_lshdp.runtime.topology import Topology
@@ -134,6 +135,7 @@ class LSHDPAccelerator(Accelerator):
             kwargs = {name: kwargs[name] for name in ("cpu", "kwargs_handlers") if name in kwargs}
             switch_off_other_engines()
         super().__init__(*args, **kwargs)
+        group_exists()
         end_with_launcher()
         install_clean_exit()
         install_safe_forks()
@@ -507,13 +509,13 @@ class LSHDPAccelerator(Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         meet(self.session, "reduce")
         reduce = super().reduce
-        return where_it_was(tensor, lambda own: reduce(own, reduction, scale))
+        return on_carried_tensors(tensor, lambda own: reduce(own, reduction, scale))
 
     @failures_explained()
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         meet(self.session, "pad_across_processes")
         pad = super().pad_across_processes
-        return where_it_was(tensor, lambda own: pad(own, dim, pad_index, pad_first))
+        return on_carried_tensors(tensor, lambda own: pad(own, dim, pad_index, pad_first))
 
     @failures_explained()
     def wait_for_everyone(self) -> None:

@@ -27,7 +27,7 @@ from accelerate_lshdp.documents.plan import Batch, Plan, RankBatch
 from accelerate_lshdp.documents.profile_sections import HostRates, Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
-from accelerate_lshdp.engine.stores.shared.memory import NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.placement.host_costs import host_costs
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster
@@ -198,12 +198,24 @@ def _measure_rank(session: Session, process: _Process, model: nn.Module) -> _Ran
     local = session.topology.node_sizes[session.topology.node]
     limit = int(meter.default_limit(local) * _USABLE)
     rates = measure_rates(process.device, _DTYPES[process.mixed_precision])
-    host = None
+    return _RankFacts(limit, needed, rates, _measure_host(session, process, model))
+
+
+def _measure_host(session: Session, process: _Process, model: nn.Module) -> HostRates | None:
+    """What streaming from this rank's host takes; None where units of store ``host`` would not be streamed."""
+    if session.options.communication.intra_node == "collectives" or NodeMemory.missing() is not None:
+        return None
+    threads = torch.get_num_threads()
     try:
-        host = host_rates_of(process.device, model, process.mixed_precision)
+        return host_rates_of(process.device, model, process.mixed_precision)
     except NodeMemoryError as error:
-        logger.warning(f"no block is placed in host memory, as rank {session.rank} cannot copy from it: {error}")
-    return _RankFacts(limit, needed, rates, host)
+        logger.warning(
+            f"no block is placed in host memory, as rank {session.rank} cannot copy from it: {error}",
+            main_process_only=False,
+        )
+        return None
+    finally:
+        torch.set_num_threads(threads)  # a run that places no block there keeps its own
 
 
 def _measure_units(session: Session, process: _Process, model: nn.Module, loader: DataLoader) -> ModelUnits:

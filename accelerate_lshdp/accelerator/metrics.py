@@ -42,7 +42,7 @@ def gather(session: Session, tensor: Any) -> Any:
     return gather_unequal(tensor)
 
 
-def where_it_was(data: Any, call: Callable[[Any], Any]) -> Any:
+def on_carried_tensors(data: Any, call: Callable[[Any], Any]) -> Any:
     """Lets a collective of accelerate work on tensors that the world carries; its results are where the tensors were.
 
     Args:

@@ -25,8 +25,8 @@ def checked(session: Session, model: nn.Module, dynamo_backend: DynamoBackend) -
     try:
         if session.policies.casts_itself and dynamo_backend != DynamoBackend.NO:
             raise ValueError(
-                f"dynamo_backend={dynamo_backend.value} is not supported with strategy "
-                f"{session.strategy}; leave it out, or use strategy ddp"
+                f"dynamo_backend={dynamo_backend.value} is not supported with strategy {session.strategy}; leave it "
+                + ("out" if session.topology.mixes_devices else "out, or use strategy ddp")
             )
         model = _with_settled_batch_norms(session, model)
         session.engine.require_placeable(model)

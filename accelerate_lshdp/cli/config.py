@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate_lshdp.documents.cluster import Cluster, Node
-from accelerate_lshdp.documents.plan import Plan, PlanError
+from accelerate_lshdp.documents.plan import Plan, PlanError, Strategy
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 
@@ -60,6 +60,11 @@ class Layout:
             raise ValueError(f"found ranks per node {list(self.node_sizes)}, expected at least one rank on every node")
         if self.device not in DEVICES and not self.node_devices:
             raise ValueError(f"found device {self.device!r}, expected one of {', '.join(DEVICES)}")
+        if self.node_devices and self.mixed_precision == "fp16":
+            raise ValueError(
+                "found mixed precision fp16 and nodes with and without GPUs, expected bf16 or no: processors do not"
+                " scale losses"
+            )
         if self.mixed_precision not in MIXED_PRECISIONS:
             raise ValueError(
                 f"found mixed precision {self.mixed_precision!r}, expected one of {', '.join(MIXED_PRECISIONS)}"
@@ -216,6 +221,13 @@ def make_layout(arguments: argparse.Namespace, plan: Plan | None, default_device
     if device is None:
         raise ValueError("say what the nodes compute on: --cpu or --gpu")
     planned = tuple(map(_kind, cluster.nodes)) if device == _AS_PLANNED else ()
+    if planned and plan.strategy is not Strategy.LSDP:
+        raise PlanError(
+            f"found strategy {plan.strategy} and nodes with and without GPUs, expected lsdp: they exchange gradients"
+            " over their hosts.",
+            path="strategy",
+            source=plan.source,
+        )
     return Layout(
         node_sizes,
         device,

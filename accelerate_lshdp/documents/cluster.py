@@ -74,8 +74,3 @@ class Cluster(Record):
     def node_sizes(self) -> list[int]:
         """Ranks on each node."""
         return [node.ranks for node in self.nodes]
-
-    @property
-    def mixes_devices(self) -> bool:
-        """Whether some nodes are said to train on processors, and others on devices."""
-        return len({node.trains_on_cpu for node in self.nodes} - {None}) > 1

@@ -186,7 +186,7 @@ class Profile(Record):
         if self.strategy.is_world_sharded:
             return [list(range(ends[-1]))]
         # Shared memory serves nodes of any size; FSDP2's groups need the same number of ranks on each node.
-        in_host_memory = self.strategy.is_offloaded or all(node.device == "cpu" for node in self.cluster.nodes)
+        in_host_memory = self.strategy.is_offloaded or all(node.trains_on_cpu for node in self.cluster.nodes)
         if self.strategy.is_node_sharded and (in_host_memory or len(set(sizes)) == 1):
             return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
         return [[rank] for rank in range(ends[-1])]

@@ -101,9 +101,9 @@ def choose_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
     Raises:
         ValueError: shared memory is demanded where there is none.
     """
-    streams = device_type != "cpu" and strategy.is_node_sharded and strategy.is_offloaded
     if topology.mixes_devices:
         return _mixed_mechanism(strategy, topology, device_type, intra_node)
+    streams = device_type != "cpu" and strategy.is_node_sharded and strategy.is_offloaded
     if intra_node == "shared_memory" and strategy.is_node_sharded:
         on_device = device_type != "cpu" and not streams
         reason = f"the ranks train on {device_type}" if on_device else NodeMemory.missing()

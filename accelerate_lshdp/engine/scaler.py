@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from accelerate_lshdp.engine.clipping import node_barrier, own_gradients
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
-from accelerate_lshdp.runtime.groups import carried
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -40,9 +39,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             node_barrier(parameters, BarrierPurpose.UNSCALING)
         # Unconditionally, also by ranks without a gradient: which rank overflows differs, so all have to take part.
         if dist.is_initialized():
-            anywhere = carried(overflow)
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-            overflow.copy_(anywhere)
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
         return {overflow.device: overflow.clamp(max=1.0)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

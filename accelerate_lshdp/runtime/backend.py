@@ -11,7 +11,7 @@ import torch
 
 from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
-from accelerate_lshdp.runtime.launched_devices import choose_backend
+from accelerate_lshdp.runtime.launched_devices import choose_backend, group_exists
 
 
 def has_accelerator(*, several_ranks: bool) -> bool:
@@ -71,6 +71,7 @@ def prepare_at_first_state() -> None:
             cpu = prepare_environment() or cpu
             kwargs["backend"] = choose_backend(cpu, kwargs.get("backend"), kwargs.get("timeout"))
         initialise(self, cpu, **kwargs)
+        group_exists()
 
     settled._prepares_environment = True
     PartialState.__init__ = settled

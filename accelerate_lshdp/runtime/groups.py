@@ -42,10 +42,14 @@ def host_backend() -> str | None:
 _DEVICES_OF_GLOO = ("cpu", "cuda")
 
 
+def is_gloo(backend: str) -> bool:
+    """Whether a backend is gloo alone: one for all devices, or one for each of them (``"cpu:gloo,cuda:gloo"``)."""
+    return {each.rpartition(":")[2] for each in backend.split(",")} == {dist.Backend.GLOO}
+
+
 def meets_on_hosts() -> bool:
     """Whether the group of all ranks is over gloo alone, so that ranks with devices may be beside ranks without."""
-    # One backend for each type of device ("cpu:gloo,cuda:gloo"), or one for all of them.
-    return {each.rpartition(":")[2] for each in dist.get_backend_config().split(",")} == {dist.Backend.GLOO}
+    return is_gloo(dist.get_backend_config())
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,27 +1,32 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """Ranks tell each other which devices they train on before any process group exists, and choose its backend by that.
 
-accelerate takes NCCL on a node with GPUs and gloo on one without. Ranks of both would wait for each other for ever, and
-could not even agree on an error.
+accelerate takes NCCL on a node with GPUs and gloo on one without. Ranks of both would wait for each other for ever,
+and could not even agree on an error.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from accelerate_lshdp.runtime.groups import is_gloo
 
-_TIMEOUT = timedelta(minutes=30)
-_ALIKE, _MIXED = "alike", "mixed"
-#: Kept: where rank 0 is the store's server, it must still be there when accelerate asks for the same address.
+
+#: Kinds whose tensors gloo takes. accelerate lets nobody choose the backend of some others (NPU, MLU).
+_MEET = ("cpu", "cuda", "rocm")
+#: As torch's, for gloo and for NCCL.
+_TIMEOUT, _TIMEOUT_ON_DEVICES = timedelta(minutes=30), timedelta(minutes=10)
+#: Whether the ranks of a launch have different devices, by its address.
+_found: dict[tuple[str, str], bool] = {}
+#: Kept until a group exists: where rank 0 serves the store, it must be there when accelerate comes to its address.
 _stores: list[dist.Store] = []
-#: What the ranks of a launch have found, by its address and restarts.
-_found: dict[tuple[str, str, str], str] = {}
 
 
 def choose_backend(on_cpu: bool, asked: str | None = None, timeout: timedelta | None = None) -> str | None:
@@ -33,32 +38,43 @@ def choose_backend(on_cpu: bool, asked: str | None = None, timeout: timedelta | 
     Args:
         on_cpu: whether this rank trains on its processor.
         asked: the backend that the script asks for; None: it leaves that to accelerate.
-        timeout: how long to wait for the other ranks. None: half an hour, as gloo does.
+        timeout: how long to wait for the other ranks. None: as long as torch does.
 
     Returns:
         ``asked``, or ``"gloo"``, which carries tensors between processors and devices.
 
     Raises:
-        RuntimeError: on all ranks, if nodes have different devices and a rank asks for another backend; or other ranks
-            did not start in time.
+        RuntimeError: on all ranks, if nodes have different devices that cannot meet, or a rank asks for another
+            backend; or other ranks did not start in time.
     """
-    launch = _launch()
-    if launch is None or dist.is_initialized():
+    launch = _launch(on_cpu)
+    if launch is None:
         return asked
     if launch not in _found:
-        _found[launch] = _ask_everyone(launch, _kind(on_cpu), asked, timeout or _TIMEOUT)
-    return "gloo" if _found[launch] == _MIXED else asked
+        if dist.is_initialized():
+            return asked
+        timeout = timeout or (_TIMEOUT if on_cpu else _TIMEOUT_ON_DEVICES)
+        _found[launch] = _are_mixed(_kind(on_cpu), asked, timeout)
+    return "gloo" if _found[launch] else asked
 
 
-def _launch() -> tuple[str, str, str] | None:
-    """Names the launch that this process is a rank of, on several nodes; None: it is not."""
+def group_exists() -> None:
+    """Takes note that accelerate has made its group, which holds the store of the launch from now on.
+
+    A group that is made after that one was destroyed would else find the old one's addresses in the store.
+    """
+    _stores.clear()
+
+
+def _launch(on_cpu: bool) -> tuple[str, str] | None:
+    """The address of the launch on several nodes that this process is a rank of; None: it is none."""
     read = os.environ.get
     world_size, local_size = int(read("WORLD_SIZE", "1")), int(read("LOCAL_WORLD_SIZE", "1"))
     address, port = read("MASTER_ADDR"), read("MASTER_PORT")
     if world_size == local_size or not address or not port or "RANK" not in os.environ:
         return None
-    # The store of a launch outlives its processes: those that are started again must not read what the first ones said.
-    return address, port, read("TORCHELASTIC_RESTART_COUNT", "0")
+    # On a device, accelerate makes no group without it: the process trains alone, whatever the cluster has set.
+    return (address, port) if on_cpu or "LOCAL_RANK" in os.environ else None
 
 
 def _kind(on_cpu: bool) -> str:
@@ -70,29 +86,53 @@ def _kind(on_cpu: bool) -> str:
     return "rocm" if torch.version.hip else device.type
 
 
-def _ask_everyone(launch: tuple[str, str, str], kind: str, asked: str | None, timeout: timedelta) -> str:
-    """Whether the devices of all ranks are alike (collective over the launch); errors as for `choose_backend`."""
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    _stores.append(store)
-    store = dist.PrefixStore(f"accelerate_lshdp/devices/{launch[-1]}", store)
-    store.set(str(rank), f"{kind} {asked or ''}")
-    keys = [str(each) for each in range(world_size)]
+def _are_mixed(kind: str, asked: str | None, timeout: timedelta) -> bool:
+    """Whether ranks have different kinds of devices (collective over the launch); errors as for `choose_backend`."""
+    missing = ""
     try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        missing = [key for key in keys if not store.check([key])]
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        _stores.append(store)
+        # The store may outlive its processes: those that are started again write over what the first ones said.
+        store = dist.PrefixStore("accelerate_lshdp/devices", store)
+        store.set(str(rank), f"{kind} {asked or ''}")
+        keys = [str(each) for each in range(world_size)]
+        try:
+            store.wait(keys, timeout)
+        except dist.DistStoreError:
+            missing = " rank " + ", ".join(key for key in keys if not store.check([key]))
+            raise
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise RuntimeError(
-            f"found {world_size - len(missing)} of {world_size} ranks within {timeout.total_seconds():.0f} s, expected "
-            f"all of them; rank {', '.join(missing)} did not start, or does not make its accelerator"
+            f"found{missing or ' ranks'} missing after {timeout.total_seconds():.0f} s, expected that all ranks make "
+            f"their accelerator. Start every node, and see whether another one has failed ({error})"
         ) from error
-    kinds, backends = zip(*(store.get(key).decode().split(" ") for key in keys), strict=True)
+    kinds, _, backends = zip(*(text.decode().partition(" ") for text in store.multi_get(keys)), strict=True)
     if len(set(kinds)) == 1:
-        return _ALIKE
-    if not set(backends) <= {"", "gloo"}:
-        found = ", ".join(f"{count} on {each}" for each, count in sorted(Counter(kinds).items()))
-        asking = ", ".join(f"{each!r} by rank {keys[index]}" for index, each in enumerate(backends) if each)
+        return False
+    _require_meeting(kinds, backends)
+    return True
+
+
+def _require_meeting(kinds: Sequence[str], backends: Sequence[str]) -> None:
+    """Checks that ranks with different devices can meet; all of them check the same.
+
+    Args:
+        kinds: of each rank's device.
+        backends: that each rank's script asks for; empty: none.
+
+    Raises:
+        RuntimeError: they cannot.
+    """
+    found = "found ranks with different devices (" + ", ".join(
+        f"{n} on {k}" for k, n in sorted(Counter(kinds).items())
+    )
+    if not set(kinds) <= set(_MEET):
         raise RuntimeError(
-            f"found ranks with different devices ({found}) and backends that the script asks for ({asking}), expected "
-            "'gloo', in which processors and devices can meet, or none"
+            f"{found}), expected devices of one kind, or some of {', '.join(_MEET)}, which gloo connects"
         )
-    return _MIXED
+    asking = [f"{each!r} by rank {rank}" for rank, each in enumerate(backends) if each and not is_gloo(each)]
+    if asking:
+        raise RuntimeError(
+            f"{found}) and backends that the script asks for ({', '.join(asking)}), expected 'gloo', in which "
+            "processors and devices can meet, or none"
+        )

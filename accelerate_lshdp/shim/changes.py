@@ -8,7 +8,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan
-from accelerate_lshdp.runtime.backend import prepare_at_first_state
 from accelerate_lshdp.trainer.installation import install
 
 
@@ -21,7 +20,6 @@ def change_accelerate() -> None:
     install()
     if os.environ.get("ACCELERATE_USE_CPU") == "true":
         join_cpu_ranks()
-    prepare_at_first_state()
 
 
 def join_cpu_ranks() -> None:

@@ -21,11 +21,12 @@ def install(plan: Plan | str | os.PathLike[str] | None = None) -> None:
         PlanError: the plan cannot be read.
     """
     # Not before: torch reads the environment when it is imported, and scripts set it in their first lines.
-    from accelerate_lshdp.runtime.backend import join_launched_ranks, prepare_environment
+    from accelerate_lshdp.runtime.backend import join_launched_ranks, prepare_at_first_state, prepare_environment
 
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         os.environ[PLAN_VARIABLE] = plan.to_json()
     if prepare_environment():
         join_launched_ranks()
+    prepare_at_first_state()
     replace_accelerator()

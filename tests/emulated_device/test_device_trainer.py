@@ -51,8 +51,6 @@ def test_a_trainer_trains_as_in_one_process(
     if way != SHIM:
         edited_script(SCRIPT, way, str(plan), folder)
     run = Run(SCRIPT, str(folder), 4, way=way, plan=str(plan))
-    races = on_device(
-        "accelerator_training", "trained_by_script", run, devices, ranks=2, nodes=(1, 1), timeout=150
-    )
+    races = on_device("accelerator_training", "trained_by_script", run, devices, ranks=2, nodes=(1, 1), timeout=150)
     assert races == [[], []]
     compare(outcome_of(run), outcome_of(alone))

@@ -125,9 +125,7 @@ def test_strategies_whose_gradients_are_on_devices_are_refused(on_device: Callab
         ("profile", "found nodes with devices of types emulated, cpu, expected one: profiles do not know yet"),
     ],
 )
-def test_all_ranks_are_told_what_one_of_them_finds(
-    on_device: Callable[..., list], what: str, expected: str
-) -> None:
+def test_all_ranks_are_told_what_one_of_them_finds(on_device: Callable[..., list], what: str, expected: str) -> None:
     for error in on_device("accelerator_training", "refused", ("emulated", "cpu"), what, ranks=2, nodes=(1, 1)):
         assert re.search(expected, error), error
 

@@ -57,9 +57,7 @@ def run_ranks(store: Path, path: str, number: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize("path", sorted({site.values[0] for site in SITES}))
-def test_nothing_is_found_where_nothing_is_missing(
-    on_device: Callable[..., list], tmp_path: Path, path: str
-) -> None:
+def test_nothing_is_found_where_nothing_is_missing(on_device: Callable[..., list], tmp_path: Path, path: str) -> None:
     assert set(run_ranks(tmp_path / "store", path, -1)) == {None}
 
 

@@ -105,4 +105,4 @@ def _process_bytes(profile: Profile, rank: MeasuredRank, model: ModelSizes) -> i
 
 
 def _computes_on_hosts(profile: Profile) -> bool:
-    return all(node.device == "cpu" for node in profile.cluster.nodes)
+    return all(node.trains_on_cpu for node in profile.cluster.nodes)

@@ -171,7 +171,8 @@ class SharedStore(Store):
             How gradients come into the memory.
         """
         if topology.mixes_devices:
-            require_on_all_ranks(None, topology)  # those with devices tell whether these can use theirs
+            # Ranks with devices tell here whether they could register their node's memory, and all take part.
+            require_on_all_ranks(None, topology)
         return GradientSource()
 
     def _make_leaves(self) -> Sequence[torch.Tensor]:
