@@ -22,12 +22,12 @@ RUN = Path(__file__).with_name("mutated_run.py")
 PACKAGE = Path(__file__).parents[2] / "accelerate_lshdp"
 #: Ranks of trainings in which something of these files happens; of others, 2.
 RANKS = {"engine/wire/node_first.py": 3, "engine/stores/fsdp2/streams.py": 4}
-#: What torch does itself in the versions that have `reset_iter_state`.
-OF_OLDER_VERSIONS = ("engine/stores/fsdp2/versions.py",)
+#: Not run here: what torch does itself in the versions that have `reset_iter_state`, and what only CUDA has.
+ELSEWHERE = ("engine/stores/fsdp2/versions.py", "engine/stores/streamed/pinning.py")
 SITES = [
     pytest.param(path, number, id=f"{path.removeprefix('engine/')}:{site.lineno}")
     for path in sorted(file.relative_to(PACKAGE).as_posix() for file in (PACKAGE / "engine").rglob("*.py"))
-    if path not in OF_OLDER_VERSIONS
+    if path not in ELSEWHERE
     for number, site in enumerate(sites(PACKAGE / path))
 ]
 
