@@ -87,7 +87,7 @@ class EmulatedRank(Rank):
             node_sizes: how many of the ranks, in their order, are on each node.
         """
         from accelerate_lshdp.engine.wire.reduction import TimedAllGather, TimedReduceScatter
-        from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
+        from accelerate_lshdp.runtime.cpu_memory import give_back_freed_memory, keep_freed_memory
         from accelerate_lshdp.runtime.wait_clock import WaitClock
         from laboratory import overheads
 
@@ -96,6 +96,8 @@ class EmulatedRank(Rank):
         if not is_peer:
             # As in trainings that gather units. They have fresh processes, or their turns say it anew.
             keep_freed_memory(gathers=True)
+            # Else what was freed before is taken again, and the kernel need not clear new pages for every unit.
+            give_back_freed_memory()
         ranks = iter(range(dist.get_world_size()))
         nodes = [list(islice(ranks, size)) for size in node_sizes]
         _, units = models.measure(self.model)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -21,12 +22,13 @@ from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.mixed_policies import resolve_placement
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
+from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 WORDS = 13
-SAMPLES = 8
+SAMPLES = 12
 STEPS = 3
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.01}
 FORMAT_OPTIONS = {"powersgd": {"powersgd_warmup_steps": 1}}
@@ -89,14 +91,39 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().cpu()
 
 
+def fail(prepared: PreparedModel, loss: torch.Tensor, last: torch.Tensor) -> None:
+    """A backward that fails where the gradient of ``last`` comes, when all others travel already."""
+
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    hook = last.register_hook(interrupt)
+    prepared.begin_backward(True)
+    with contextlib.suppress(ArithmeticError):
+        loss.backward()
+    prepared.abandon_backward()
+    hook.remove()
+    prepared.drop_gradients()
+
+
 def train(
     strategy: str,
     nodes: tuple[int, ...],
     delays: dict[str, float],
     wire_format: str = "fp32",
     intra_node: str = "auto",
+    fails: bool = False,
 ) -> dict[str, Any]:
-    """How far the parameters are from those of one process, what raced, and for which operators the host waited."""
+    """How far the parameters are from those of one process, what raced, and for which operators the host waited.
+
+    Args:
+        strategy: of the engine.
+        nodes: ranks of each.
+        delays: of the device.
+        wire_format: of gradients.
+        intra_node: how ranks of a node meet.
+        fails: whether a first backward fails in its middle, on all ranks.
+    """
     device.join_device_world()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     topology = Topology(rank, nodes)
@@ -128,6 +155,8 @@ def train(
     device.synchronize()
     device.reset()
     device.configure(**delays)
+    if fails:
+        fail(prepared, loss_of(model, batch(0).chunk(world_size)[rank].to("emulated")), model.embed.weight)
     for step in range(STEPS):
         tokens = batch(step).chunk(world_size)[rank].to("emulated")
         loss = loss_of(model, tokens) / world_size * engine.loss_multiplier

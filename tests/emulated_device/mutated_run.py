@@ -93,11 +93,11 @@ def found_on_the_wire(ranks: int) -> str | None:
     delays = ({"collective_delay": 0.005}, {"compute_delay": 0.0005}, {"copy_delay": 0.005})
     for strategy, intra_node in strategies:
         for wire_format in formats:
-            for delay in delays:
+            for delay, fails in [*((each, False) for each in delays), (delays[0], strategy == "ddp")]:
                 device.reset()
-                what = f"{strategy}, {wire_format}, {delay}"
+                what = f"{strategy}, {wire_format}, {delay}, fails: {fails}"
                 try:
-                    found = device_training.train(strategy, nodes, delay, wire_format, intra_node)
+                    found = device_training.train(strategy, nodes, delay, wire_format, intra_node, fails)
                 except Exception as error:  # whatever is wrong shows
                     return f"{what}: {type(error).__name__}: {error}"
                 if found["races"] or not found["error"] < (1e-5 if wire_format == "fp32" else 0.1):
@@ -123,6 +123,7 @@ def found_by_training(ranks: int) -> str | None:
         Case(model="OnStreams", delays=late, samples=10),
         Case(model="OnStreams", delays=late, samples=10, accumulation=3),
         Case(model="OnStreams", delays=late, samples=10, accumulation=3, drops=True),
+        Case(model="Alternating", delays=late, samples=10, accumulation=3),
     ]
     for shape in shapes:
         for nodes in ((ranks,), (1,) * ranks):

@@ -276,6 +276,14 @@ class OnStreams(Plain):
         return branches[0] + branches[1]
 
 
+class Alternating(OnStreams):
+    """Two branches that change their streams with each other from one forward to the next."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        getattr(self, "sides", []).reverse()
+        return super().hidden(tokens)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     each.__name__: each
     for each in (
@@ -296,6 +304,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         LookedInto,
         Skipping,
         OnStreams,
+        Alternating,
     )
 }
 

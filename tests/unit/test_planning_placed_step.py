@@ -87,6 +87,15 @@ def test_a_unit_that_keeps_the_shards_of_its_node_is_gathered_between_nodes_once
     assert predict([WORLD, TO_NODE], (2, 2), communication_costs=inside).seconds == pytest.approx(free + 6 * 0.1)
 
 
+def test_a_unit_copies_what_it_gathers_and_what_it_keeps() -> None:
+    copying = (CommunicationCost(copy_seconds_per_byte=1e-9),) * 2
+    # Twice what is gathered and once the gradient, by the two ranks of a node one after the other; then half of it.
+    for store, copied in ((WORLD, 3 * 10e6), (TO_NODE, 3.5 * 10e6)):
+        seconds = [predict([WORLD, store], (2, 2), communication_costs=c).seconds for c in (copying, ())]
+        others = 2 * 3 * 10e6 * 1e-9  # of the first unit; there is nothing else
+        assert seconds[0] - seconds[1] == pytest.approx(others + 2 * copied * 1e-9)
+
+
 def test_the_optimizer_and_the_load_of_sending_are_those_of_the_units() -> None:
     costs = {
         UnitStore.NODE: StoreCosts([rank(0.4)] * 2, ClusterModel((1, 1), WIRE), (0.2, 0.2)),

@@ -153,7 +153,9 @@ class _PlacedStep:
             if self._is_gathered(placement):
                 gathers = is_first or self._gathers_again(placement)
                 needs = writer._add_transfer(writer.collectives.gather, size, place) if gathers else needs
-                extra = writer._packing_seconds(size * gathers, int(gathers))
+                # After it, units that keep the shards of their node copy these out of what was gathered.
+                kept = size / writer.nodes[0] if placement.store.reshards_to_node else 0.0
+                extra = writer._packing_seconds(size * gathers + kept, int(gathers))
             else:
                 extra = writer._exposed_seconds(writer._intra_node_seconds(size), seconds)
             place = writer._add_segment(seconds, needs=needs, extra=extra)
