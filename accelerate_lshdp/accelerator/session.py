@@ -216,8 +216,8 @@ class Session:
             )
         if mixed_precision == "fp16":
             raise ValueError(
-                f"{found} and mixed_precision='fp16', expected 'bf16' or 'no': processors do not scale losses, so "
-                "gradients of devices would be larger than theirs"
+                f"{found} and fp16, expected bf16 or no mixed precision: processors do not scale losses, so gradients "
+                "of devices would be larger than theirs"
             )
         if self.finds_placement:
             raise ValueError(

@@ -132,11 +132,12 @@ def _mixed_mechanism(strategy: Strategy, topology: Topology, device_type: str, i
     """
     missing = NodeMemory.missing()
     if not (strategy.is_node_sharded and strategy.is_offloaded) or intra_node == "collectives" or missing is not None:
-        found = f"strategy {strategy}, intra_node={intra_node!r}" + (f" and {missing}" if missing else "")
+        found = f"strategy {strategy}, ranks of a node that meet by {intra_node}"
         raise ValueError(
-            f"found nodes with devices of types {', '.join(topology.device_types)} and {found}, expected strategy "
-            "lsdp with gradients in memory that a node shares (intra_node='auto'): different devices can exchange "
-            "gradients only over their hosts"
+            f"found nodes with devices of types {', '.join(topology.device_types)} and {found}"
+            + (f", and {missing}" if missing else "")
+            + ", expected strategy lsdp with gradients in memory that a node shares: different devices can exchange "
+            f"gradients only over their hosts. Use {option_advice('intra_node', 'auto')}"
         )
     # Also where a rank has its node for itself: its buckets have to be those of the other nodes.
     return Mechanism.NODE_SHARED if device_type == "cpu" else Mechanism.STREAMED

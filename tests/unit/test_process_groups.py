@@ -57,7 +57,7 @@ def test_ranks_are_told_of_another_backend(monkeypatch):
     ("groups", "precision", "finds_placement", "expected"),
     [
         ("cpu:gloo,cuda:nccl", "no", False, "process groups over cpu:gloo,cuda:nccl, expected gloo on all ranks"),
-        ("cpu:gloo,cuda:gloo", "fp16", False, "mixed_precision='fp16', expected 'bf16' or 'no'"),
+        ("cpu:gloo,cuda:gloo", "fp16", False, "fp16, expected bf16 or no mixed precision"),
         ("cpu:gloo,cuda:gloo", "no", True, "a placement that the run is to find, expected strategy lsdp"),
     ],
 )
