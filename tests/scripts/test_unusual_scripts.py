@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from training_cases import CASES, collate, make_optimizer, reference_run, relati
 
 from accelerate_lshdp import LSHDPAccelerator, Plan
 from accelerate_lshdp.engine.prepared import PreparedModel
+from accelerate_lshdp.engine.stores.shared.bucket import Contribution
+from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 
 
 CASE = CASES["vit"]
@@ -104,6 +107,26 @@ def train_with_failed_backward(strategy: str) -> dict:
 @everywhere
 def test_a_backward_that_failed_can_be_repeated(workers, strategy, nodes):
     for parameters in workers(2).run(train_with_failed_backward, strategy, nodes=nodes):
+        assert relative_error(parameters, plain()) <= 1e-12
+
+
+def train_with_failed_backward_and_slow_thread() -> dict:
+    """As above; the first rank gives up while the node's thread of the second one has yet to note what it has done."""
+    add = NodeReduction._add
+
+    def add_slowly(self: NodeReduction, contribution: Contribution) -> None:
+        add(self, contribution)
+        time.sleep(1.5 * self._rank * (contribution.backward == 2))  # longer than a nap
+
+    NodeReduction._add = add_slowly
+    try:
+        return train_with_failed_backward("lsdp")
+    finally:
+        NodeReduction._add = add
+
+
+def test_a_rank_that_gave_up_when_all_was_added_holds_nobody_up(workers):
+    for parameters in workers(2).run(train_with_failed_backward_and_slow_thread, nodes=(2,)):
         assert relative_error(parameters, plain()) <= 1e-12
 
 

@@ -209,6 +209,9 @@ class NodeRanks:
         failed = self._table.failed >= self._backward
         # Not those that have done their part of this backward, and failed in the next one.
         failed &= (self._table.failed == self._backward) | (self._table.added < self._backward).any(axis=1)
+        if missing is not None:
+            # Nor those that had done, before they gave up, what this rank waits for: what is left is its own.
+            failed &= np.isin(np.arange(failed.size), list(missing()))
         # Where the own backward has failed, too, its ranks go on together in the next one.
         if failed.any() and not failed[self._rank]:
             return (
