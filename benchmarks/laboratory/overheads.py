@@ -2,14 +2,16 @@
 """What FSDP2 takes of a rank's processor beside computing and sending, in CPU seconds.
 
 Around every exchange of a unit it does some work in Python. It copies the unit out of the buffer that was gathered,
-and its gradients into the one that is reduced. And its parameters are DTensors, which the optimizer has to unwrap one
-by one however small a rank's shards are.
+and its gradients into the one that is reduced, and the memory of all of these is new each time: the kernel has to find
+and clear its pages. And its parameters are DTensors, which the optimizer has to unwrap one by one however small a
+rank's shards are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean, median
 
 import torch
@@ -25,22 +27,35 @@ _REPEATS = 5
 # With exchanges, of which some show several times as much as others on this clock. The standard deviation of six means
 # of `inside_seconds_per_byte` was 4 %, that of six lower quartiles 11 %.
 _BACKWARDS, _UNCOUNTED_EXCHANGES, _EXCHANGES = 10, 5, 40
+# Of the whole model.
+_STEPS = 4
 
 
-def copy_seconds_per_byte(unit_bytes: int, units: int) -> float:
-    """Of copying units of that size to new memory, one after the other, as in a pass over a model.
+class ComputingSeconds:
+    """CPU seconds of forwards and backwards, in the place of the timeline that a training tells what happens."""
 
-    Args:
-        unit_bytes: of one unit.
-        units: of the model; so many lie in memory, so that one is not in a cache when its turn comes.
-    """
-    sources = [torch.zeros(max(1, unit_bytes // 4)) for _ in range(units)]
+    def __init__(self) -> None:
+        self.steps: list[float] = []
 
-    def copy() -> None:
-        for source in sources:
-            torch.empty_like(source).copy_(source)
+    def note_waits(self, clock: object) -> None:
+        """Nothing: a process that waits takes no CPU seconds."""
 
-    return _cpu_seconds(copy) / sum(source.nbytes for source in sources)
+    @contextlib.contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """Around a part of a step; "data" is the first one."""
+        begun = time.process_time()
+        yield
+        if what == "data":
+            self.steps.append(0.0)
+        elif what in ("forward", "backward"):
+            self.steps[-1] += time.process_time() - begun
+
+
+def step_seconds(step: Callable[[], object], spent: ComputingSeconds) -> float:
+    """Of the forward and backward of a step; the first one, which makes what the others find, does not count."""
+    for _ in range(1 + _STEPS):
+        step()
+    return mean(spent.steps[-_STEPS:])
 
 
 def inside_seconds_per_byte(

@@ -55,13 +55,14 @@ class Overheads:
     """What FSDP2 takes of one core beside computing and sending (`overheads`).
 
     Args:
-        copy_seconds_per_byte: of a unit's parameters or gradients, to or from the buffer in which they travel.
+        sharding_seconds: of a forward and backward of the whole model whose units are gathered and reduced, with all
+            messages.
         seconds_per_unit: of a unit that is gathered or reduced, whatever its size, with all messages.
         inside_seconds_per_byte: of a byte that ranks of a node send each other for it; 0: as for other bytes.
         optimizer_seconds: of an optimizer step, whose parameters are shards.
     """
 
-    copy_seconds_per_byte: float = 0.0
+    sharding_seconds: float = 0.0
     seconds_per_unit: float = 0.0
     inside_seconds_per_byte: float = 0.0
     optimizer_seconds: float = 0.0
@@ -192,10 +193,11 @@ class ClusterMeasurements:
             communication_cost = replace(
                 communication_cost,
                 seconds_per_collective=0.0,  # it is in those of a unit
-                copy_seconds_per_byte=overheads.copy_seconds_per_byte,
                 seconds_per_unit=overheads.seconds_per_unit,
                 inside_seconds_per_byte=overheads.inside_seconds_per_byte,
             )
+            copied = self._copy_seconds_per_byte(is_plain, overheads.sharding_seconds, communication_cost)
+            communication_cost = replace(communication_cost, copy_seconds_per_byte=copied)
         slowdowns = iter(speed.slowdowns)
         return ClusterModel(
             nodes=tuple(node.ranks for node in self.nodes),
@@ -207,6 +209,29 @@ class ClusterMeasurements:
             message_delay_seconds=self.message_delay_seconds.get(network, 0.0),
             simulate=partial(simulate_under_quotas, processors=self._processors(speed)),
         )
+
+    def _copy_seconds_per_byte(self, is_plain: bool, seconds: float, known: CommunicationCost) -> float:
+        """What is left of sharding the whole model when messages and units are counted, for a byte of a unit.
+
+        Each rank copies what was gathered out of a buffer, and gradients into one, all in new memory.
+
+        Args:
+            is_plain: whether plain PyTorch was measured.
+            seconds: `Overheads.sharding_seconds`.
+            known: CPU seconds of messages and units.
+        """
+        model, nodes = self.model, [node.ranks for node in self.nodes]
+        collectives = collectives_of(strategy_traits("torch_fsdp" if is_plain else "fsdp"), nodes)
+        # What is in no unit is not gathered again for the backward.
+        gathered, count = model.parameter_bytes + sum(model.unit_bytes), len(model.unit_bytes)
+        exchanges = collectives.gather(gathered, nodes), collectives.reduce_scatter(model.gradient_bytes, nodes)
+        sent = 0.0
+        for exchange in exchanges:
+            inside = sum(exchange.inside_bytes or ())
+            sent += (sum(exchange.handled_bytes) - inside) * known.seconds_per_byte
+            sent += inside * known.seconds_per_byte_inside
+        units = (3 * count + 2 * (model.root_bytes > 0)) * known.seconds_per_unit
+        return max(0.0, seconds - sent / sum(nodes) - units) / (gathered + model.gradient_bytes)
 
     def _processors(self, speed: Speed) -> tuple[Processors, ...]:
         """Of each node: they share this machine, which may not have what all of them want together."""

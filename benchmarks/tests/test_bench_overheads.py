@@ -62,3 +62,20 @@ def test_the_cost_of_an_exchange_is_the_mean(monkeypatch: pytest.MonkeyPatch) ->
 
     assert overheads._exchange_seconds(exchange) == 2.0
     assert next(costs, None) is None
+
+
+def test_seconds_of_steps_are_those_of_forward_and_backward_but_for_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(overheads.time, "process_time", lambda: now[0])
+    spent = overheads.ComputingSeconds()
+    computing = iter([9.0, 1.0, 2.0, 1.0, 4.0])
+
+    def step() -> None:
+        for what, seconds in (("data", 50.0), ("forward", next(computing)), ("backward", 1.0), ("optimizer", 70.0)):
+            with spent.span(what):
+                now[0] += seconds
+
+    assert overheads.step_seconds(step, spent) == 3.0
+    assert next(computing, None) is None

@@ -177,6 +177,23 @@ def test_what_fsdp_does_itself_counts_where_it_shards() -> None:
         assert predicted(strategy, known=known) == predicted(strategy)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "torch_fsdp"])
+def test_what_sharding_took_of_the_whole_model_counts_once(strategy: str) -> None:
+    """Messages and units are in it: what is left is for the copies of units."""
+    messages = {"fp32": Format(4000, CommunicationCost(seconds_per_byte=1e-5))}
+    overheads = Overheads(sharding_seconds=0.5, seconds_per_unit=0.01)
+    known = measured_cluster(formats=messages, overheads=overheads, plain_overheads=overheads)
+    assert predicted(strategy, known=known) - predicted(strategy) == pytest.approx(0.5)
+
+
+def test_copies_take_nothing_where_messages_took_longer_than_all_of_sharding() -> None:
+    messages = {"fp32": Format(4000, CommunicationCost(seconds_per_byte=1e-5))}
+    known, without = (
+        measured_cluster(formats=messages, overheads=Overheads(sharding_seconds=seconds)) for seconds in (0.01, 0.0)
+    )
+    assert predicted("fsdp", known=known) == predicted("fsdp", known=without)
+
+
 @pytest.mark.parametrize(
     ("loads", "ratio"), [((0.016, 0.008), 3), ((0.0, 0.016), 4), ((0.0, 0.001), 1), ((0.0, 0.0), 1)]
 )

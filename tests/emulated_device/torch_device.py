@@ -143,6 +143,8 @@ def join_device_world() -> None:
     dist.init_process_group(
         f"cpu:gloo,{NAME}:{BACKEND}", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
+    # A rank that joins twice leaves this world at once, while another one may still be connecting to it.
+    dist.barrier()
 
 
 torch.utils.rename_privateuse1_backend(NAME)

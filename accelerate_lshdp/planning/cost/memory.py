@@ -199,7 +199,10 @@ def rank_memory(
         gathers = not (traits.shared_by is SharedBy.NOBODY or is_mapped)
         if not gathers:  # autocast makes a copy
             gathered = 0.0 if each.gathered == each.parameter else counts.parameters * each.gathered
-            unreduced = waiting_bytes(counts.trainable * each.gradient, len(nodes)) if share > 1 else 0.0
+            if share > 1:
+                unreduced = waiting_bytes(counts.trainable * each.gradient, len(nodes))
+            else:
+                unreduced = passing_bytes(gradients, len(nodes)) if computes_on_hosts else 0.0
         else:
             gathered, unreduced = _of_units(
                 traits, counts, each, accumulates, gradients if computes_on_hosts else None
@@ -241,7 +244,7 @@ def leaves_holes(unit_bytes: float) -> bool:
     Args:
         unit_bytes: of the largest unit.
     """
-    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # a unit has two matrices at least, one in and one out
+    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # of its two matrices, at least
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
@@ -253,6 +256,16 @@ def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
     """
     bucket = default_bucket_bytes(math.ceil(gradient_bytes), reducing_ranks)
     return min(gradient_bytes, (WAITING_BUCKETS + 1) * bucket)
+
+
+def passing_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
+    """Bytes of a rank that shares no gradients: autograd's, which is added to a bucket, and what it receives.
+
+    Args:
+        gradient_bytes: of all its parameters.
+        reducing_ranks: ranks that sum a bucket.
+    """
+    return min(gradient_bytes, 2 * default_bucket_bytes(math.ceil(gradient_bytes), reducing_ranks))
 
 
 def _of_units(
@@ -278,7 +291,9 @@ def _of_units(
     # What is in no unit is reduced last, when units have nothing any more but that message.
     of_units = max(2 * one, counts.root) if on_hosts else one
     if is_kept:
-        of_units = counts.trainable + one * on_hosts
+        # To gradients that are kept autograd adds those of each parameter, which is half of a unit at most: a unit has
+        # two matrices at least, one in and one out.
+        of_units = counts.trainable + 1.5 * one * on_hosts
     return gathered, (of_units + counts.root) * each.unreduced
 
 

@@ -19,7 +19,7 @@ from itertools import product
 
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
-from accelerate_lshdp.planning.cost.memory import leaves_holes, waiting_bytes
+from accelerate_lshdp.planning.cost.memory import leaves_holes, passing_bytes, waiting_bytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
@@ -202,10 +202,10 @@ class UnitCosts:
             return (0.0 if is_root else gradients) + waiting_bytes(everything, len(self.cluster.nodes))
         if not is_whole:
             return gradients
-        if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
-            return 0.0  # they are in their buckets at once
         # Of all units of the store together: as if it had all of the model, so that it counts once.
         everything = self.model.trainable * self.model.state_bytes.gradient
+        if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
+            return passing_bytes(everything, len(self.cluster.nodes)) / 2 if self.cluster.computes_on_hosts else 0.0
         return waiting_bytes(everything, len(self.cluster.nodes)) / 2
 
     def _phase_seconds(self, traffic: Traffic, accumulates: bool) -> tuple[list[float], list[float]]:
