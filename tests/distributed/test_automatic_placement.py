@@ -114,9 +114,9 @@ def test_little_memory_is_kept_and_exact(workers) -> None:
     ample = check(workers(2).run(train, "gpt2", None, nodes=(1, 1), timeout=90), "gpt2")
     assert not ample["placement"]["units"]["transformer.h.0"]["checkpoint"]
     assert ample["micro_batches"] == [(6, 1), (6, 1)]
-    # 28 thousand parameters of 32 bytes (fp64), whole on each rank, are 0.9 MB without activations; beside them the C
-    # library keeps 64 MiB. Of the limit a tenth is left free.
-    limit = round((1.1 + FREE_IN_HEAP / 1e6) / 0.9, 1)
+    # 28 thousand parameters of 40 bytes (fp64; with gradients that are added to others), whole on each rank, are 1.1
+    # MB without activations; beside them the C library keeps 64 MiB. Of the limit a tenth is left free.
+    limit = round((1.3 + FREE_IN_HEAP / 1e6) / 0.9, 1)
     little = check(workers(2).run(train, "gpt2", limit, nodes=(1, 1), timeout=90), "gpt2")
     assert little["placement"]["units"] != ample["placement"]["units"]
     assert stores(little) != stores(ample) or any(unit["checkpoint"] for unit in little["placement"]["units"].values())
