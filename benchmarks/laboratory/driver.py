@@ -88,8 +88,12 @@ class ClusterBenchmark(Comparison):
 
     def _learn(self, launch: LaboratoryLaunch) -> None:
         """Profiles the ranks on the first network, and measures every other one."""
+        predicts = bool(self.config.profile_seconds)
+        # What the C library has kept of freed memory decides whether a unit is gathered into new memory. So this is
+        # measured where nothing was done before, if each case has fresh processes, else after what comes before cases.
+        overheads = self._measure_overheads(launch) if predicts and not self.config.interleaved else {}
         self._measure_formats(launch)
-        if not self.config.profile_seconds:
+        if not predicts:
             return
         measured: dict[str, Any] = {}
         delays: dict[str, float] = {}
@@ -105,6 +109,7 @@ class ClusterBenchmark(Comparison):
                 if len(launch.nodes) > 1:
                     delays[name] = mean(launch.call("measure_message_delay", timeout=BUILD_SECONDS))
         self._profile = Profile.from_dict(profile)
+        overheads = overheads or self._measure_overheads(launch)
         self._measured = ClusterMeasurements(
             nodes=launch.nodes,
             profile=self._profile,
@@ -112,12 +117,10 @@ class ClusterBenchmark(Comparison):
             model=self._size,
             formats=self._formats,
             shared_memory=launch.call("uses_shared_memory")[0],
-            overheads=self._measure_overheads(launch, ENGINE),
+            overheads=overheads[ENGINE],
             message_delay_seconds=delays,
             emulated_by_sleeping=launch.sleeps,
-            plain_overheads=(
-                self._measure_overheads(launch, PLAIN_FSDP2) if PLAIN_FSDP2 in launch.kinds else Overheads()
-            ),
+            plain_overheads=overheads.get(PLAIN_FSDP2, Overheads()),
         )
 
     def _profile_on(self, launch: LaboratoryLaunch, network: str) -> dict[str, Any]:
@@ -178,15 +181,19 @@ class ClusterBenchmark(Comparison):
         launch.call("end", kind=kind_of(measurement), name=measurement.name)
         self._begin(launch, measurement)
 
-    def _measure_overheads(self, launch: LaboratoryLaunch, kind: str) -> Overheads:
-        told = launch.call(
-            "measure_overheads",
-            kind=kind,
-            timeout=BUILD_SECONDS,
-            is_peer=kind != ENGINE,
-            node_sizes=list(launch.node_sizes),
-        )
-        return Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
+    def _measure_overheads(self, launch: LaboratoryLaunch) -> dict[str, Overheads]:
+        """By the kind of processes, of the engine's and of those of plain FSDP2."""
+        found = {}
+        for kind in (kind for kind in (ENGINE, PLAIN_FSDP2) if kind in launch.kinds):
+            told = launch.call(
+                "measure_overheads",
+                kind=kind,
+                timeout=BUILD_SECONDS,
+                is_peer=kind != ENGINE,
+                node_sizes=list(launch.node_sizes),
+            )
+            found[kind] = Overheads(**{name: mean(rank[name] for rank in told) for name in told[0]})
+        return found
 
     def _check_speed(self, launch: LaboratoryLaunch, *measurements: Measurement) -> None:
         """How fast the ranks are at present, in the processes of a case, or of two between their turns.

@@ -94,7 +94,6 @@ class EmulatedRank(Rank):
 
         clock = WaitClock()
         exchanges = (_all_gather, _reduce_scatter) if is_peer else (TimedAllGather(clock), TimedReduceScatter(clock))
-        sharding_seconds = self._sharding_seconds(is_peer)
         if not is_peer:
             # As in trainings that gather units. They have fresh processes, or their turns say it anew.
             keep_freed_memory(gathers=True)
@@ -107,10 +106,10 @@ class EmulatedRank(Rank):
         count = len(self._shapes())
         fused = None if is_peer else True  # as the engine does it on CPUs
         return {
-            "sharding_seconds": sharding_seconds,
             "inside_seconds_per_byte": overheads.inside_seconds_per_byte(max(unit_bytes), nodes, *exchanges),
             "seconds_per_unit": self._seconds_per_unit(),
             "optimizer_seconds": overheads.sharded_step_seconds(count, partial(self._optimizer, fused=fused)),
+            "sharding_seconds": self._sharding_seconds(is_peer),  # the last one, as it lets all freed memory stay
         }
 
     def _sharding_seconds(self, is_peer: bool) -> float:
@@ -124,21 +123,21 @@ class EmulatedRank(Rank):
             optimizer = self._optimizer(model.parameters())
             return peers.PeerTraining(model, optimizer, self.samples, 1, spent.span, torch.device("cpu"))
 
-        if not is_peer:
-            keep_freed_memory(gathers=False)  # as where the ranks were profiled
         spent = ComputingSeconds()
-        alone = step_seconds(peer(lambda model: model, spent).step, spent)
-        give_back_freed_memory()
         if is_peer:
-            together = peer(lambda model: peers.wrap("torch_fsdp", model, models.blocks_of(model), 1), spent)
-            return max(0.0, step_seconds(together.step, spent) - alone)
-        plan = make_plan("fsdp", "fp32", [(1, 1)] * dist.get_world_size())
-        model = models.build_model(self.model, self.seed)
-        training = Training(plan, model, self._optimizer, self.samples, spent)
-        try:
-            return max(0.0, step_seconds(training.step, spent) - alone)
-        finally:
+            wrapped = peer(lambda model: peers.wrap("torch_fsdp", model, models.blocks_of(model), 1), spent)
+            together = step_seconds(wrapped.step, spent)
+            del wrapped
+        else:
+            plan = make_plan("fsdp", "fp32", [(1, 1)] * dist.get_world_size())
+            model = models.build_model(self.model, self.seed)
+            training = Training(plan, model, self._optimizer, self.samples, spent)
+            together = step_seconds(training.step, spent)
             training.close()
+            del training, model
+            keep_freed_memory(gathers=False)  # as where ranks are profiled
+        give_back_freed_memory()
+        return max(0.0, together - step_seconds(peer(lambda model: model, spent).step, spent))
 
     def _seconds_per_unit(self) -> float:
         from torch.utils.data import DataLoader

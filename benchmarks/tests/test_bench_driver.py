@@ -11,6 +11,7 @@ import pytest
 from laboratory.config import BenchmarkConfig
 from laboratory.driver import ClusterBenchmark
 from laboratory.emulated_cluster import Link
+from laboratory.planned import Overheads
 from laboratory.speed_check import CheckedRank, Speed
 from pretended_launch import PretendedLaunch as RanksOfALaunch
 
@@ -90,6 +91,27 @@ def checked_benchmark(launch: PretendedLaunch, **changes: Any) -> ClusterBenchma
 
     benchmark._learn = learn
     return benchmark
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "order"), [(False, ["overheads", "formats", "profile"]), (True, ["formats", "profile"])]
+)
+def test_overheads_are_measured_where_memory_is_as_cases_find_it(interleaved: bool, order: list[str]) -> None:
+    """Before all else if cases have fresh processes: freed memory that a process keeps is not new when it is used."""
+    config = BenchmarkConfig.from_dict({**DOCUMENT, "profile_seconds": 5, "interleaved": interleaved})
+    launch = PretendedLaunch(lambda name, network: 1.0, lambda method, arguments: None)
+    benchmark, done = ClusterBenchmark(config, "two", "vit", launch.with_kinds, say=lambda what: None), []
+
+    def profile(launch: PretendedLaunch, network: str) -> dict[str, Any]:
+        done.append("profile")
+        raise RankError("this is enough")
+
+    benchmark._measure_overheads = lambda launch: done.append("overheads") or {ENGINE: Overheads()}
+    benchmark._measure_formats = lambda launch: done.append("formats")
+    benchmark._profile_on = profile
+    with pytest.raises(RankError):
+        benchmark._learn(launch)
+    assert done == order
 
 
 def test_a_turn_is_predicted_for_the_speed_before_and_after_it_in_processes_of_its_kind() -> None:
