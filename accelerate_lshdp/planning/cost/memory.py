@@ -244,7 +244,7 @@ def leaves_holes(unit_bytes: float) -> bool:
     Args:
         unit_bytes: of the largest unit.
     """
-    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # of its two matrices, at least
+    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # a unit has two matrices at least, one in and one out
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
@@ -259,7 +259,10 @@ def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
 
 
 def passing_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
-    """Bytes of a rank that shares no gradients: autograd's, which is added to a bucket, and what it receives.
+    """Bytes that a rank which shares no gradients has for a moment beside all of them, where hosts compute.
+
+    The gradient that autograd has made last, before it is added to its bucket, and a message that is received. Each
+    counts as one bucket.
 
     Args:
         gradient_bytes: of all its parameters.
@@ -291,8 +294,8 @@ def _of_units(
     # What is in no unit is reduced last, when units have nothing any more but that message.
     of_units = max(2 * one, counts.root) if on_hosts else one
     if is_kept:
-        # To gradients that are kept autograd adds those of each parameter, which is half of a unit at most: a unit has
-        # two matrices at least, one in and one out.
+        # Autograd adds the gradient of one parameter at a time to those that are kept. One is half of a unit at most,
+        # if the unit has two matrices, as `leaves_holes` supposes, too.
         of_units = counts.trainable + 1.5 * one * on_hosts
     return gathered, (of_units + counts.root) * each.unreduced
 
