@@ -83,11 +83,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 def found_on_the_wire(ranks: int) -> str | None:
     """As `found_by_training`, of trainings whose gradients travel between devices."""
     import device_training
+    import single_waits
     import torch_device as device
 
     device.join_device_world()
     device.join_device_world = lambda: None  # one world for all of them
     nodes = {2: (1, 1), 3: (2, 1), 4: (2, 2)}[ranks]
+    if ranks < 4 and (wrong := single_waits.buffers_given_up(nodes)):
+        return wrong
     strategies = [("group_sharding", "auto"), ("lsdp", "collectives")] if ranks == 4 else [("ddp", "auto")]
     formats = ["fp32", "int8", "powersgd"] if ranks == 2 else ["fp32"]
     delays = ({"collective_delay": 0.005}, {"compute_delay": 0.0005}, {"copy_delay": 0.005})
@@ -107,12 +110,15 @@ def found_on_the_wire(ranks: int) -> str | None:
 
 def found_by_training(ranks: int) -> str | None:
     """What the first training says of all in which something is wrong; None if all are as they should be."""
+    import single_waits
     import streamed_training
     import torch_device as device
     from streamed_training import Case
 
     device.join_device_world()
     device.join_device_world = lambda: None  # one world for all of them
+    if wrong := single_waits.sums_in_turns():
+        return wrong
     slow = (("copy_delay", 0.004), ("to_device", 1e8), ("to_host", 1e8))
     late = (("compute_delay", 0.0005),)
     # With ten samples, activations are large enough to get the memory of a block that was dropped.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -25,23 +24,8 @@ PACKAGE = Path(__file__).parents[2] / "accelerate_lshdp"
 RANKS = {"engine/wire/node_first.py": 3, "engine/stores/fsdp2/streams.py": 4}
 #: Not run here: what torch does itself in the versions that have `reset_iter_state`, and what only CUDA has.
 ELSEWHERE = ("engine/stores/fsdp2/versions.py", "engine/stores/streamed/pinning.py")
-#: Waits that no training here needs so far: for gradients of one parameter that streams take turns to compute, and for
-#: buffers that are given up while they travel.
-UNSEEN = {
-    ("engine/stores/streamed/kept_gradients.py", "kept.record_stream(self._streams.current_stream())"),
-    ("engine/stores/streamed/kept_gradients.py", "self._streams.current_stream().wait_event(event)"),
-    ("engine/wire/node_first.py", "buffer.record_stream(stream)"),
-    ("engine/wire/two_messages.py", "buffer.record_stream(stream)"),
-}
-
-
-def marks_of(path: str, site: ast.Expr) -> list[pytest.MarkDecorator]:
-    seen = (path, ast.unparse(site)) not in UNSEEN
-    return [] if seen else [pytest.mark.xfail(strict=True, reason="no training shows yet that it is needed")]
-
-
 SITES = [
-    pytest.param(path, number, id=f"{path.removeprefix('engine/')}:{site.lineno}", marks=marks_of(path, site))
+    pytest.param(path, number, id=f"{path.removeprefix('engine/')}:{site.lineno}")
     for path in sorted(file.relative_to(PACKAGE).as_posix() for file in (PACKAGE / "engine").rglob("*.py"))
     if path not in ELSEWHERE
     for number, site in enumerate(sites(PACKAGE / path))
