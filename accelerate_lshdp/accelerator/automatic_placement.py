@@ -9,6 +9,7 @@ from what all of them measured.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -360,8 +361,40 @@ def _plan(
         result = plan_trainable(model, cluster, total_batch_size=plan.total_batch_size)
     chosen = result.micro_batches
     if accumulation_steps > 1:
-        result = place_sizes(model, cluster, _in_a_step(chosen, accumulation_steps))
+        result, chosen = _place_accumulating(model, cluster, chosen, accumulation_steps)
     return result, Batch(tuple(RankBatch(rank, size, steps) for rank, (size, steps) in enumerate(chosen)))
+
+
+def _place_accumulating(
+    model: ModelSizes, cluster: PlacementCluster, sizes: Sequence[tuple[int, int]], accumulation_steps: int
+) -> tuple[PlacementResult, Sequence[tuple[int, int]]]:
+    """The placement of global batches of which several make a step, and their sizes.
+
+    Gradients that are kept between them take memory that the sizes were planned without. Where that is missing, the
+    global batch is cut into more micro-batches.
+
+    Args:
+        model: sizes of its units.
+        cluster: with measured costs.
+        sizes: (samples, micro-batches) of each rank in a global batch.
+        accumulation_steps: global batches of an optimizer step.
+
+    Raises:
+        PlanningError: nothing fits.
+    """
+    try:
+        return place_sizes(model, cluster, _in_a_step(sizes, accumulation_steps)), sizes
+    except PlanningError:
+        if cluster.world == 1:
+            raise
+        total, done = sum(size * count for size, count in sizes), sizes[0][1]
+        for steps in range(done + 1, total // cluster.world + 1):
+            if total % steps == 0:
+                with contextlib.suppress(PlanningError):
+                    cut = plan_trainable(model, cluster, total_batch_size=total // steps, most_steps=1).micro_batches
+                    smaller = [(size, steps) for size, _ in cut]
+                    return place_sizes(model, cluster, _in_a_step(smaller, accumulation_steps)), smaller
+        raise
 
 
 def _in_a_step(sizes: Sequence[tuple[int, int]], accumulation_steps: int) -> list[tuple[int, int]]:

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING
 from accelerate_lshdp.cli.busy import busy_hint
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import Layout, add_layout_arguments, make_layout, render_node
-from accelerate_lshdp.cli.plan_placement import add_placement_arguments, check_placement_arguments
+from accelerate_lshdp.cli.plan_placement import (
+    add_placement_arguments,
+    check_placement_arguments,
+    describe_gap,
+    placed_precision,
+)
 from accelerate_lshdp.documents.plan import Plan, Strategy
 
 
@@ -118,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("say what to plan: --total B, the samples in a global batch, or --max-throughput")
     if arguments.max_accumulation is not None and (arguments.no_accumulation or not arguments.max_throughput):
         raise ValueError("--max-accumulation goes with --max-throughput, and not with --no-accumulation; leave it out")
+    if arguments.max_accumulation is not None and arguments.max_accumulation < 1:
+        raise ValueError(f"found --max-accumulation {arguments.max_accumulation}, expected at least 1")
     check_placement_arguments(arguments)
     # Without accumulation planning is linear in the ranks' curves, so no total is too large.
     for flag, value, most in (
@@ -131,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Cheap checks of paths and flags before the planning, which may take seconds.
     picture = _picture_path(arguments)
     profile = _profile(arguments)
+    if arguments.placement is not None:
+        arguments.mixed_precision = placed_precision(profile, arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
     plan, draw, show = (_plan_sizes if arguments.placement is None else _plan_placement)(profile, arguments)
     verify_plan(plan)  # by code that shares nothing with the planner: a wrong plan is never written
@@ -346,6 +355,7 @@ def _write_yamls(layout: Layout, folder: Path, force: bool) -> list[Path]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from accelerate_lshdp.documents.profile import Profile
     from accelerate_lshdp.planning import CertificateError
     from accelerate_lshdp.planning.proofs.plan import verify_plan
 
@@ -356,7 +366,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise CertificateError(f"{arguments.verify}: {error}") from error
     if plan.certificate["kind"] == "placement":
         gap = 1 - plan.certificate["bound_nanoseconds"] / plan.certificate["step_nanoseconds"]
-        holds = f"for its batch sizes, no placement within the limits is more than {gap:.2%} faster"
+        holds = f"for its batch sizes {describe_gap(gap, Profile.from_dict(plan.profile).units.mixed_precision)}"
     else:
         holds = "for the curves in it, no plan of its kind is better"
     print(f"{arguments.verify}: the certificate holds: {holds}.")

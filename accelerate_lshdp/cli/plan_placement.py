@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,42 @@ def check_placement_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.no_overlap:
         raise ValueError("--no-overlap is about plans without --placement; leave it out")
+    limited = [text for text in arguments.set or () if ".memory=" in text]
+    if limited and arguments.memory_limit is not None:
+        raise ValueError(
+            f"found --set {limited[0]} beside --memory-limit, which limits the same ranks: name them all in"
+            " --memory-limit"
+        )
+
+
+def placed_precision(profile: Profile, arguments: argparse.Namespace) -> str:
+    """The precision in which the blocks were measured, and so are to be trained.
+
+    Raises:
+        ValueError: the profile has no blocks, or the arguments name another precision.
+    """
+    if profile.units is None:
+        return arguments.mixed_precision  # planning refuses it, and says what is missing
+    measured, asked = profile.units.mixed_precision, arguments.mixed_precision
+    if asked is not None and asked != measured:
+        raise ValueError(
+            f"found --mixed-precision {asked}, expected {measured}, in which the model of this profile was measured:"
+            " leave the option out, or profile again"
+        )
+    return measured
+
+
+def describe_gap(gap: float, mixed_precision: str) -> str:
+    """What a certificate says of other placements.
+
+    Args:
+        gap: by which part of the step the fastest one may be faster.
+        mixed_precision: of the model. In half precision whole and sharded units round differently, and only placements
+            that round as this one are compared.
+    """
+    alike = "" if mixed_precision == "no" else " with the same rounding"
+    # Rounded up: what is said is proven.
+    return f"no placement within the limits{alike} makes the step more than {math.ceil(1e4 * gap) / 100:.2f} % shorter"
 
 
 def place_blocks(profile: Profile, arguments: argparse.Namespace) -> tuple[Plan, PlacementResult]:
@@ -148,8 +185,7 @@ def print_placement(profile: Profile, result: PlacementResult) -> None:
     console.print(table)
     console.print(
         f"plan: {predicted.step_seconds:.3g} s a step (predicted), {format_speed(predicted.samples_per_second)}"
-        f" samples/s; proven: for these batch sizes no placement within the limits is more than {predicted.gap:.2%}"
-        " faster",
+        f" samples/s; proven: for these batch sizes {describe_gap(predicted.gap, profile.units.mixed_precision)}",
         highlight=False,
     )
     for line in describe_placement(result):

@@ -154,7 +154,9 @@ class PlacedModel:
         """Bytes that each rank needs with a placement."""
         world = sum(self.nodes)
         free, least = LinkCost(0.0, 0.0), RankProfile(TimeCurve((1,), (1.0,)), 1)  # memory has nothing to do with time
-        cluster = PlacementCluster(self.nodes, (least,) * world, (1,) * world, free, free)
+        cluster = PlacementCluster(
+            self.nodes, (least,) * world, (1,) * world, free, free, streams=False, maps_host_memory=False
+        )
         sizes = self._sizes()
         problem = pose_placement(sizes, cluster, (1,) * world, costs=UnitCosts(sizes, cluster, checkpoint=(False,)))
         offered = {is_root: offered_stores(cluster, is_root=is_root) for is_root in (True, False)}

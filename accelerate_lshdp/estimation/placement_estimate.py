@@ -96,10 +96,14 @@ def predicted_step(result: PlacementResult, model: ModelSizes, cluster: Placemen
 
 
 def host_state_bytes(result: PlacementResult, model: ModelSizes) -> float:
-    """Bytes of parameters, gradients and optimizer states that a placement keeps in the memory of each host."""
+    """Bytes of parameters, gradients and optimizer states that a placement keeps in the memory of each host.
+
+    In half precision with the copy of the parameters that is streamed.
+    """
     each = model.state_bytes
+    cast = each.gathered if each.gathered != each.parameter else 0.0
     return sum(
-        unit.parameters * each.parameter + unit.trainable * (each.gradient + each.optimizer)
+        unit.parameters * (each.parameter + cast) + unit.trainable * (each.gradient + each.optimizer)
         for unit in model.everything
         if result.placement.of(unit.name).store is UnitStore.HOST
     )

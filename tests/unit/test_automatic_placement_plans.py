@@ -39,6 +39,20 @@ def test_gradients_wait_between_the_batches_that_a_script_accumulates() -> None:
     assert not problem.fits(counts_of(problem, once.placement))
 
 
+def test_micro_batches_are_smaller_where_gradients_wait_for_several_batches() -> None:
+    units = tuple(UnitSize(f"h.{place}", 1_000_000, 1_000_000, 2_000_000, 2_000_000, 1e9) for place in range(8))
+    model = ModelSizes(units, UnitSize("", 1000, 1000, 1000, 0, 1e6))
+    plan = Plan.auto(32, strategy="osdp")
+    # Shards of the states, two gathered units, one that is not reduced, and the activations of 16 samples a rank.
+    limit = 8 * 16e6 / 2 + 3 * 4e6 + 16 * 2e6 * 8 + 1e6
+    cluster = cluster_of(model, limit)
+    _, once = automatic_placement._plan(plan, model, cluster, LOADER, 1)
+    placed, often = automatic_placement._plan(plan, model, cluster, LOADER, 3)
+    assert {rank.accumulation_steps for rank in once.ranks} == {1}
+    assert {rank.accumulation_steps for rank in often.ranks} != {1} and often.total == 32
+    assert placed.micro_batches == tuple((rank.micro_batch_size, 3 * rank.accumulation_steps) for rank in often.ranks)
+
+
 def counts_of(problem: PlacementProblem, placement: ModelPlacement) -> list[list[int]]:
     counts = []
     for kind in problem.kinds:

@@ -72,7 +72,7 @@ def test_the_plan_is_the_planners_with_limits_prediction_and_proof(
     assert max(made.predicted["memory_bytes"]) <= 1_400_000_000
     assert (folder / "lshdp_plan.png").stat().st_size > 10_000
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"of {BLOCKS} blocks" in printed and "no placement within the limits is more than" in printed
+    assert f"of {BLOCKS} blocks" in printed and "no placement within the limits makes the step more than" in printed
     assert main(["plan", "--verify", "lshdp_plan.json"]) == 0
     assert "the certificate holds: for its batch sizes" in capsys.readouterr().out
 
@@ -103,6 +103,32 @@ def test_half_precision_mixes_only_stores_that_compute_alike(folder: Path) -> No
         verify_plan(made)
         sharded = {placement.store.strategy.is_world_sharded for placement in made.placement.placements}
         assert len(sharded) == 1
+
+
+def test_the_precision_is_that_of_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = with_units()
+    document["units"]["mixed_precision"] = "bf16"
+    Path("profile.json").write_text(json.dumps(document))
+    words = ["plan", "profile.json", "--placement", "auto", "--total", "16", "--memory-limit", "4GB", "--no-picture"]
+    assert main([*words, "--mixed-precision", "fp16"]) == 2
+    assert "found --mixed-precision fp16, expected bf16" in capsys.readouterr().err
+    assert main(words) == 0
+    assert 'mixed_precision: "bf16"' in Path("node0.yaml").read_text()
+    # Whole and sharded units round differently, and the certificate is about one of the two.
+    assert "no placement within the limits with the same rounding" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("words", [("--max-accumulation", "0"), ("--max-accumulation", "-1")])
+def test_steps_of_no_micro_batch_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    plan("--max-throughput", "--memory-limit", "4GB", *words, code=2)
+    assert f"found --max-accumulation {words[1]}, expected at least 1" in capsys.readouterr().err
+
+
+def test_two_limits_of_a_rank_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan("--total", "16", "--memory-limit", "4GB", "--set", "rank.0.memory=1GB", code=2)
+    assert "name them all in --memory-limit" in capsys.readouterr().err
 
 
 HOST = {

@@ -9,13 +9,14 @@ import pytest
 from placement_problems import cluster_for
 
 from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_END
-from accelerate_lshdp.documents.placement import UnitStore
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import SliceableWeights
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory, waiting_bytes
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.options import pose_placement, uniform_counts
 from accelerate_lshdp.planning.placement.problem import Option, PlacementProblem
+from accelerate_lshdp.planning.placement.sent_bytes import bytes_between_nodes
 from accelerate_lshdp.planning.placement.traffic import offered_stores
 from accelerate_lshdp.planning.placement.unit_costs import UnitCosts
 
@@ -91,7 +92,6 @@ def test_sends_on_even_nodes(store: UnitStore, forward: float, backward: float) 
     [
         # Three ranks hold thirds; one rank holds everything, and sums each third with its owner.
         (UnitStore.REPLICATE, 0, 2 * (2 * STEP + 4 * P * 2 / 3 / INSIDE) + ALL_REDUCE),
-        (UnitStore.NODE, 2 * STEP + 4 * P * 2 / 3 / INSIDE, 2 * (2 * STEP + 4 * P * 2 / 3 / INSIDE) + ALL_REDUCE),
         # A ring over four ranks, and an all-to-all from both nodes, of which each sends 3/4 of a unit.
         (UnitStore.WORLD, 3 * HOP + 3 * P / BETWEEN, 4 * HOP + 6 * P / BETWEEN),
         (UnitStore.WORLD_KEPT, 3 * HOP + 3 * P / BETWEEN, HOP + 3 * P / BETWEEN),
@@ -102,15 +102,32 @@ def test_sends_on_uneven_nodes(store: UnitStore, forward: float, backward: float
     assert own.send == (nanoseconds(forward), nanoseconds(backward))
 
 
+def test_shards_of_uneven_nodes_stop_computing_inside_the_node() -> None:
+    inside = 2 * STEP + 4 * P * 2 / 3 / INSIDE
+    own = option(posed(UNEVEN, streams=False), UnitStore.NODE)
+    assert own.send == (0, nanoseconds(ALL_REDUCE))
+    assert own.work == (nanoseconds(inside), nanoseconds(2 * inside))
+
+
 def test_uneven_nodes_have_no_shards_to_come_back_to() -> None:
     offered = {
         nodes: offered_stores(cluster_for(MODEL, nodes, (AMPLE,) * sum(nodes)), is_root=False)
         for nodes in (EVEN, UNEVEN)
     }
     assert UnitStore.WORLD_TO_NODE in offered[EVEN]
-    assert UnitStore.WORLD_TO_NODE not in offered[UNEVEN] and UnitStore.NODE in offered[UNEVEN]
+    assert UnitStore.WORLD_TO_NODE not in offered[UNEVEN]
     with pytest.raises(PlanningError, match="expected some of .*'world_kept'"):
         posed(UNEVEN, stores=(UnitStore.WORLD_TO_NODE,))
+
+
+def test_devices_of_uneven_nodes_are_not_offered_shards_of_the_node() -> None:
+    """The engine keeps whole copies there (`engine.policies.shard_groups_of`)."""
+    for is_root in (True, False):
+        on_devices, on_hosts = (
+            offered_stores(cluster_for(MODEL, UNEVEN, (AMPLE,) * sum(UNEVEN), streams=streams), is_root=is_root)
+            for streams in (True, False)
+        )
+        assert UnitStore.NODE not in on_devices and UnitStore.NODE in on_hosts
 
 
 def test_what_does_not_differ_is_not_offered() -> None:
@@ -158,7 +175,7 @@ def test_memory_of_stores(store: UnitStore, kept: int, peaks: tuple[int, int]) -
 
 def test_a_node_of_one_rank_keeps_everything() -> None:
     """On uneven nodes the rows of memory differ."""
-    problem = posed(UNEVEN)
+    problem = posed(UNEVEN, streams=False)
     assert [row.ranks for row in problem.rows] == [(0,), (1, 2, 3)]
     assert option(problem, UnitStore.NODE).memory == (STATES + 6_000_000, STATES // 3 + 6_000_000)
     assert option(problem, UnitStore.WORLD).memory == (STATES // 4 + 6_000_000,) * 2
@@ -277,6 +294,16 @@ def test_a_head_in_slices_keeps_no_logits_and_computes_them_twice() -> None:
 def test_slices_need_a_row_of_each_rank() -> None:
     many = posed((64, 64), slices=(1, 2, 4))
     assert {own.placement.slices for own in many.kinds[0].options} == {1, 2}
+
+
+def test_slices_are_sent_in_every_micro_batch() -> None:
+    """Bytes of one node of two that have a rank each, of which each sends half of what is exchanged."""
+    for slices, checkpoint, times in ((1, False, 2 * 3 + 1), (2, False, 3 * 3), (2, True, 4 * 3)):
+        unit = UnitPlacement(UnitStore.WORLD, checkpoint=checkpoint, slices=slices)
+        placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, unit)
+        root = 4 * MODEL.root.trainable
+        sent = bytes_between_nodes(MODEL, placement, (1, 1), 3)
+        assert sent == pytest.approx([root + len(MODEL.units) * times * 4 * P / 2] * 2)
 
 
 def test_optimizer_steps_go_by_what_a_rank_keeps() -> None:

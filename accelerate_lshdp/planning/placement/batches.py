@@ -174,15 +174,12 @@ def require_total(batches: Batches) -> None:
     if total is None or any(True for _ in batches.first()):
         return
 
-    def can(value: int) -> bool:
-        return any(value % k == 0 and world <= value // k <= most for k in range(1, batches.most_steps + 1))
-
-    nearest = next(
-        value
-        for distance in range(1, abs(total) + world + 1)
-        for value in (total - distance, total + distance)
-        if value > 0 and can(value)
+    multiples = (
+        steps * min(max(each, world), most)
+        for steps in range(1, batches.most_steps + 1)
+        for each in (total // steps, total // steps + 1)
     )
+    nearest = min(multiples, key=lambda value: (abs(value - total), value))
     raise PlanningError(
         f"found a global batch of {total} samples, expected one that {world} ranks can take in up to"
         f" {batches.most_steps} equal micro-batches of at most {most} samples together, as much as their memory"

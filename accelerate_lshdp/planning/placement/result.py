@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,8 @@ class PlacementPrediction:
     Args:
         step_seconds: of a step.
         samples_per_second: of all ranks.
-        memory_bytes: of each rank, at the moment when it needs most.
+        memory_bytes: of each rank, at the moment of a step when it needs most. What it needs before the first step,
+            while the script's whole model is still there, keeps the limits, too, and is not in here.
         memory_limit_bytes: of each rank.
         gap: by which part of its step the placement may be slower than the fastest one for these batch sizes.
     """
@@ -39,17 +39,6 @@ class PlacementPrediction:
             "memory_limit_bytes": list(self.memory_limit_bytes),
             "gap": self.gap,
         }
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> PlacementPrediction:
-        """The prediction of JSON values that `to_dict` gave."""
-        return cls(
-            float(document["step_seconds"]),
-            float(document["samples_per_second"]),
-            tuple(document["memory_bytes"]),
-            tuple(document["memory_limit_bytes"]),
-            float(document["gap"]),
-        )
 
 
 @dataclass(frozen=True, slots=True)

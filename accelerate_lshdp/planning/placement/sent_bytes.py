@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerate_lshdp.documents.collectives import collectives_of
-from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
-from accelerate_lshdp.planning.placement.inputs import ModelSizes
+from accelerate_lshdp.documents.network import Exchange
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
+from accelerate_lshdp.planning.placement.inputs import ModelSizes, UnitSize
 
 
 def bytes_between_nodes(
@@ -25,18 +26,32 @@ def bytes_between_nodes(
     if len(nodes) == 1:
         return (0.0,)
     for unit in model.everything:
-        store = placement.of(unit.name).store
-        own = collectives_of(store.strategy.traits, nodes)
-        gradient = unit.trainable * each.gradient
+        placed = placement.of(unit.name)
+        own = collectives_of(placed.store.strategy.traits, nodes)
+        in_slices = unit.sliceable.parameters if placed.slices > 1 and unit.sliceable is not None else 0
+        whole = unit.parameters - in_slices
+        gradient = min(whole, unit.trainable) * each.gradient
         if own.all_reduce is not None:
             exchanges = [own.all_reduce(gradient, nodes)]
         else:
-            gathers = _gathers_between_nodes(store, steps, is_root=unit is model.root)
-            exchanges = [own.gather(unit.parameters * each.gathered, nodes)] * gathers
+            gathers = _gathers_between_nodes(placed.store, steps, is_root=unit is model.root)
+            exchanges = [own.gather(whole * each.gathered, nodes)] * gathers
             exchanges.append(own.reduce_scatter(gradient, nodes))
+            if in_slices:
+                exchanges += _of_slices(model, unit, placed, nodes) * steps
         for exchange in exchanges:
             sent = [before + more for before, more in zip(sent, exchange.sent_bytes, strict=True)]
     return tuple(sent)
+
+
+def _of_slices(model: ModelSizes, unit: UnitSize, placed: UnitPlacement, nodes: Sequence[int]) -> list[Exchange]:
+    """What a micro-batch exchanges of the weights of a unit that are in slices; see `traffic.TrafficOf.sliced`."""
+    each, weights = model.state_bytes, unit.sliceable
+    own = collectives_of(placed.store.strategy.traits, nodes)
+    forward, backward = (own.gather(count * each.gathered, nodes) for count in (weights.forward, weights.backward))
+    trained = min(weights.parameters, unit.trainable) / weights.parameters
+    reduced = own.reduce_scatter(weights.forward * trained * each.gradient, nodes)
+    return [forward, backward, reduced] + ([forward] if placed.checkpoint else [])
 
 
 def _gathers_between_nodes(store: UnitStore, steps: int, *, is_root: bool) -> int:

@@ -104,7 +104,8 @@ def trainable_choices(model: ModelSizes, cluster: PlacementCluster) -> Iterator[
     # Without streams the ranks of a node map one copy of the node, which is whole for each of them.
     whole = (UnitStore.REPLICATE,) if cluster.streams else (UnitStore.REPLICATE, UnitStore.NODE)
     yield Choice(stores=whole)
-    if cluster.world > 1:
+    # One rank alone has a second kind where units are streamed to it from host memory.
+    if cluster.world > 1 or cluster.device_link is not None:
         yield Choice(stores=tuple(store for store in UnitStore if store not in whole))
 
 

@@ -20,9 +20,9 @@ both ways at the same time. The host steps them while the first forward of the n
 which that forward needs at its beginning.
 
 What is said for forward and backward happens in those of every micro-batch. The root is used from the first operation
-to the last, so no store gathers it a second time in the backward. On uneven nodes the ranks of a larger one sum their
-shards with the right parts of what the smaller one has, so `node` sends 2(N-1)/N G there, too; `world` is then in one
-stage, as in the engine; `world_to_node` has no shards that match, and is not offered.
+to the last, so no store gathers it a second time in the backward. On nodes with different numbers of ranks `world` is
+in one stage, as in the engine; `node` is offered only where ranks compute in host memory, of which those of a node map
+one copy, for devices would keep whole copies; `world_to_node` has no shards that match, and is not offered.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def offered_stores(cluster: PlacementCluster, *, is_root: bool) -> list[UnitStor
     """The stores that differ on a cluster, from simple to complex."""
     world, nodes = cluster.world, len(cluster.nodes)
     stores = [UnitStore.REPLICATE]
-    if max(cluster.nodes) > 1:
+    # Devices keep shards of equal sizes on all nodes, or whole copies; ranks in host memory map one copy a node.
+    if max(cluster.nodes) > 1 and (cluster.is_even or not cluster.streams):
         stores.append(UnitStore.NODE)
     if world > 1:
         stores += [UnitStore.WORLD, UnitStore.WORLD_KEPT]
