@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
 from accelerate_lshdp.engine.layout_groups import zeroed_one_by_one
+from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_in_files
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 
@@ -191,7 +192,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 follower.step_skipped(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`.
+        """As `torch.optim.Optimizer.state_dict`; shards in it are of use in this process, and cannot be pickled.
 
         Raises:
             RuntimeError: this rank has the states of some parameters only.
@@ -205,7 +206,10 @@ class PreparedOptimizer(AcceleratedOptimizer):
                 f"{len(parameters)} parameters, as the ranks of a node divide them. Use accelerator.save_state(), "
                 "which saves all of them, and load_state(), which loads them under any strategy; or use strategy ddp"
             )
-        return super().state_dict()
+        state = super().state_dict()
+        for own in state.get("state", {}).values():
+            refuse_in_files(own.values() if isinstance(own, dict) else ())
+        return state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         with zeroed_one_by_one(self.optimizer):

@@ -227,6 +227,33 @@ def test_pickles_and_copies_of_a_prepared_model_are_of_the_users_module_alone(wo
     assert workers(2).run(copy_prepared, strategy, nodes=nodes) == [(True, [0, 0, 0])] * 2
 
 
+def save_shards(strategy: str) -> list[str]:
+    """What is said where a script saves the states of a sharded model and of its optimizer, each by each rank."""
+    accelerator, model, optimizer, loader = start(strategy)
+    for batch in loader:
+        accelerator.backward(CASE.loss(model.train(), batch))
+        optimizer.step()
+    said = []
+    part = next(module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
+    for state in (model.state_dict(), part.state_dict(), copy.deepcopy(model.state_dict()), optimizer.state_dict()):
+        with pytest.raises(RuntimeError) as error:
+            torch.save(state, io.BytesIO())
+        said.append(str(error.value))
+    # In this process they are of use as before, and whole ones are saved.
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.save(accelerator.get_state_dict(model), io.BytesIO())
+    torch.save(dict(model.named_buffers()), io.BytesIO())
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_shards_are_not_saved_as_if_they_were_whole(workers, strategy):
+    """A file of the main process had its own shards alone, and nothing said so."""
+    for said in workers(2).run(save_shards, strategy, nodes=(1, 1)):
+        assert all("found a shard" in text and "get_state_dict" in text for text in said)
+
+
 class OwnCopy(nn.Module):
     """Copies itself, as some models do: with all attributes that it has."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accelerate_lshdp.accelerator.losses.parts import Composition
 
@@ -24,6 +25,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     model = getattr(model, "_orig_mod", model)
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of the class of a model as the script knows it: FSDP2 makes another one of it."""
+    return next(base.__name__ for base in type(unwrapped(model)).__mro__ if not issubclass(base, FSDPModule))
 
 
 def kind_of_class(model: nn.Module) -> Composition | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from accelerate_lshdp.accelerator.losses.classes import kind_of_class, unwrapped
+from accelerate_lshdp.accelerator.losses.classes import class_name, kind_of_class
 from accelerate_lshdp.accelerator.losses.parts import Composition
 from accelerate_lshdp.data.tokens import integer_labels
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -48,7 +48,7 @@ class Forward:
     """
 
     def __init__(self, model: nn.Module, named: Mapping[str, Any], output: Any) -> None:
-        self.name = type(unwrapped(model)).__name__
+        self.name = class_name(model)
         self.labels = integer_labels(named)
         """Integer labels that it was given."""
         self.kind = kind_of_class(model)

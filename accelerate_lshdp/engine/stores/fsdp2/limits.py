@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
@@ -116,6 +117,38 @@ class _SavePretrained:
                 "save_pretrained(..., state_dict=state)"
             )
         return self._save(save_directory, *arguments, **keywords)
+
+
+#: In the place of ``__reduce_ex__`` of a shard, which pickle looks up in the object.
+_PICKLED = _Refusal(
+    "found a shard of a parameter, or of an optimizer's state, that is to be saved (torch.save, accelerator.save, "
+    "pickle): the file would have this rank's part alone. Call accelerator.get_state_dict(model) on all ranks and "
+    "save what it gives, or use accelerator.save_model; accelerator.save_state saves optimizers, too"
+)
+
+
+def refuse_in_files(values: Iterable[Any]) -> None:
+    """Lets pickling fail with a message for those of some values that are shards; in memory they are of use."""
+    for value in values:
+        if isinstance(value, DTensor):
+            vars(value)["__reduce_ex__"] = _PICKLED
+
+
+def refuse_shards_in_files(module: nn.Module) -> list[RemovableHandle]:
+    """Lets pickling fail for shards that ``state_dict`` of a module, or of a part of it, has given.
+
+    Returns:
+        What ends that for later ones.
+    """
+
+    def refuse(own: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        refuse_in_files(state.get(prefix + name) for name in own._parameters)
+
+    return [
+        each.register_state_dict_post_hook(refuse)
+        for each in module.modules()
+        if any(isinstance(parameter, DTensor) for parameter in each._parameters.values())
+    ]
 
 
 def guard_methods(module: nn.Module) -> None:

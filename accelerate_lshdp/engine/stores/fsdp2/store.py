@@ -24,7 +24,7 @@ from accelerate_lshdp.engine.loading import require_same_names
 from accelerate_lshdp.engine.module_state import is_noop_conversion
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
-from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward
+from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward, refuse_shards_in_files
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.sharding import shard_units
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
@@ -87,6 +87,8 @@ class Fsdp2Store(Store):
         self._configure(device)
         refuse_double_backward(module)
         guard_methods(module)
+        for handle in refuse_shards_in_files(module):
+            self.context.attachments.add(handle)
         # In the instance, so that other models of the same class keep torch's own.
         vars(module)["zero_grad"] = ZeroGrad(module)
         self._synchronise = False
