@@ -1,7 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Parts of the engine by themselves, in the hands of those who need a wait that whole trainings have by chance.
+"""Programs that use one part of the engine in a way that needs one of its waits.
 
-Each function returns what is wrong, None if nothing is.
+Whole trainings do not show these waits: there, other waits happen to order the same accesses. Each function returns
+what is wrong, None if nothing is.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class _SavePretrained:
         return self._save(save_directory, *arguments, **keywords)
 
 
-#: In the place of ``__reduce_ex__`` of a shard, which pickle looks up in the object.
+#: Takes the place of a shard's ``__reduce_ex__``: pickle looks that up in the object before the class.
 _PICKLED = _Refusal(
     "found a shard of a parameter, or of an optimizer's state, that is to be saved (torch.save, accelerator.save, "
     "pickle): the file would have this rank's part alone. Call accelerator.get_state_dict(model) on all ranks and "
@@ -128,7 +128,7 @@ _PICKLED = _Refusal(
 
 
 def refuse_in_files(values: Iterable[Any]) -> None:
-    """Lets pickling fail with a message for those of some values that are shards; in memory they are of use."""
+    """Makes pickling fail, with a message, for those of some values that are shards. They can be used in memory."""
     for value in values:
         if isinstance(value, DTensor):
             vars(value)["__reduce_ex__"] = _PICKLED
