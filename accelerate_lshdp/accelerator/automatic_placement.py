@@ -385,6 +385,7 @@ def _place_accumulating(
     try:
         return place_sizes(model, cluster, _in_a_step(sizes, accumulation_steps)), sizes
     except PlanningError:
+        # As in `_plan`: one process weights its losses as if it never accumulated.
         if cluster.world == 1:
             raise
         total, done = sum(size * count for size, count in sizes), sizes[0][1]

@@ -87,14 +87,16 @@ def check_placement_arguments(arguments: argparse.Namespace) -> None:
         )
 
 
-def placed_precision(profile: Profile, arguments: argparse.Namespace) -> str:
+def placed_precision(profile: Profile, arguments: argparse.Namespace) -> str | None:
     """The precision in which the blocks were measured, and so are to be trained.
 
+    Without measured blocks it is that of the arguments; planning then refuses the profile, and says what is missing.
+
     Raises:
-        ValueError: the profile has no blocks, or the arguments name another precision.
+        ValueError: the arguments name another precision.
     """
     if profile.units is None:
-        return arguments.mixed_precision  # planning refuses it, and says what is missing
+        return arguments.mixed_precision
     measured, asked = profile.units.mixed_precision, arguments.mixed_precision
     if asked is not None and asked != measured:
         raise ValueError(
