@@ -148,12 +148,13 @@ class Fsdp2Store(Store):
 
     def _configure(self, device: torch.device) -> None:
         # One by one: these setters of FSDP2 do not reach the modules inside. Its own division would use PREMUL_SUM,
-        # which gloo refuses; weights are in the loss, so nothing is to be divided.
+        # which gloo refuses; weights are in the loss, so nothing is to be divided. The gradients of a rank that shards
+        # with no other one are not summed, and with a factor FSDP2 would divide them into new memory.
         for module in self._fsdp_modules():
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
             kind = self._kinds[id(module)]
             if kind.mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(kind.all_gather)
                 module.set_custom_reduce_scatter(kind.reduce_scatter)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
