@@ -46,6 +46,7 @@ class Contribution:
         fresh: for each, whether a gradient takes the place of what is there (done by the first rank).
         synchronise: whether the sum is to go between nodes after this.
         noted: of the source when the gradients were handed in.
+        is_aside: whether the gradients are in host memory of this rank's own, whatever the source is.
     """
 
     backward: int
@@ -54,6 +55,12 @@ class Contribution:
     fresh: list[bool]
     synchronise: bool
     noted: Any = None
+    is_aside: bool = False
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether it has gradients where they were computed."""
+        return not self.is_aside and any(gradient is not None for gradient in self.gradients)
 
 
 class GradientSource:
@@ -62,6 +69,10 @@ class GradientSource:
     def note(self) -> Any:
         """Takes note of what has to be done before gradients exist that are handed in now; by autograd's thread."""
         return None
+
+    def is_computed(self, noted: Any) -> bool:
+        """Whether gradients exist for which `note` gave this."""
+        return True
 
     def bring(
         self,
@@ -81,3 +92,15 @@ class GradientSource:
             torch._foreach_copy_(*copied)
         if summed[0]:
             torch._foreach_add_(*summed)
+
+    def set_aside(
+        self, noted: Any, gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Copies gradients of one bucket to host memory of this rank's own, where there is another memory.
+
+        Args:
+            noted: what `note` gave when they were handed in.
+            gradients: one a view; None: this rank has none.
+            views: of the bucket.
+        """
+        return list(gradients)

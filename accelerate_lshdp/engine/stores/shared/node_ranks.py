@@ -181,20 +181,27 @@ class NodeRanks:
 
     # Waiting and telling
 
-    def _wait(self, done: Callable[[], bool], what: str, missing: Callable[[], Iterable[int]] | None = None) -> None:
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        missing: Callable[[], Iterable[int]] | None = None,
+        nap_seconds: float = NAP_SECONDS,
+    ) -> None:
         """Waits until ``done``; raises what `_problem` finds before. The node's thread wakes it at every change.
 
         Args:
             done: whether the wait is over.
             what: names it in messages.
             missing: the ranks of the node that are waited for; others may have ended. None: all of them.
+            nap_seconds: how long it sleeps if nobody wakes it.
         """
         deadline = time.monotonic() + self.timeout_seconds
         with self._changed:
             while not done():
                 problem = self._problem(what, time.monotonic() > deadline, missing)
                 if problem is None:
-                    self._changed.wait(timeout=NAP_SECONDS)
+                    self._changed.wait(timeout=nap_seconds)
                 elif not done():  # a rank may have done its part before it ended
                     kind = NodeMemoryError if self._error is None else RuntimeError
                     raise kind(problem) from self._error

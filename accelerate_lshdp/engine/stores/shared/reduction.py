@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -56,7 +57,11 @@ class NodeReduction(NodeRanks):
     ) -> None:
         super().__init__(memory, table, clock, timeout_seconds)
         self._source = GradientSource() if source is None else source
+        self._on_host = GradientSource()  # of what was set aside
         self._most_waiting: int | None = None
+        self._patience: float | None = None
+        self._sets_aside = False
+        self._held_up_since: float | None = None
         self.changes = 0
         self.beside: threading.Thread | None = None
         self._buckets = buckets
@@ -71,14 +76,18 @@ class NodeReduction(NodeRanks):
 
     # The training loop's calls
 
-    def begin(self, most_waiting: int | None = None) -> None:
+    def begin(self, most_waiting: int | None = None, patience_seconds: float | None = None) -> None:
         """Begins a backward. From now on other ranks may write where this rank's last gradients are.
 
         Args:
             most_waiting: buckets of this rank that may wait to be added; `ready` waits while there are more. None: any
                 number.
+            patience_seconds: how long gradients that are computed wait for other ranks in `ready`; then, for the rest
+                of the backward, buckets that wait are copied to host memory. None: as long as it takes.
         """
         self._most_waiting = most_waiting
+        self._patience = patience_seconds
+        self._sets_aside = False
         # Not in `abandon`, where the error is on its way to the script. Here all ranks have come to train on.
         if self._abandoned:
             self._finish_abandoned()
@@ -108,12 +117,54 @@ class NodeReduction(NodeRanks):
             self._queue.append(Contribution(self._backward, index, gradients, fresh, synchronise, noted))
             if synchronise and self._buckets[index].owner == self._rank:
                 self._owned.append(index)
+            has_to_wait = self._are_too_many()
         self._memory.wake_self()
-        if self._most_waiting is not None and len(self._queue) > self._most_waiting:
+        if has_to_wait:
+            with self.clock.waiting():
+                self._wait_for_memory()
+
+    def _are_too_many(self) -> bool:
+        """Whether gradients of more buckets wait where they were computed than may; under the lock."""
+        return self._most_waiting is not None and len(self._waiting()) > self._most_waiting
+
+    def _waiting(self) -> list[Contribution]:
+        return [contribution for contribution in self._queue if contribution.takes_memory]
+
+    def _wait_for_memory(self) -> None:
+        if self._patience is None:
             # Ranks wait for those before them alone, and the first one for its own thread: so this ends, if those
             # before this one need nothing of it until they have handed in all of their buckets.
-            with self.clock.waiting():
-                self._wait(lambda: len(self._queue) <= self._most_waiting, "add its gradients", self._held_up_by)
+            self._wait(lambda: not self._are_too_many(), "add its gradients", self._held_up_by)
+            return
+        # Else one of them may wait for this one, and then it would not end. To set gradients aside needs no other one,
+        # but copies them once more: so not at once. That another one fails changes nothing here: all that fail at the
+        # same place have handed in the same buckets.
+        if not self._sets_aside:
+            self._held_up_since = None
+            self._wait(
+                lambda: not self._are_too_many() or self._is_out_of_patience(),
+                "add its gradients",
+                self._gone_before,
+                nap_seconds=self._patience / 10,  # nobody wakes it when the device has computed
+            )
+            with self._changed:
+                self._sets_aside = self._are_too_many()
+            self._memory.wake_self()
+        self._wait(lambda: not self._are_too_many(), "add its gradients", self._gone_before)
+
+    def _is_out_of_patience(self) -> bool:
+        """Whether gradients that are computed have waited too long for other ranks; under the lock."""
+        first = self._queue[0]
+        if self._may_add(first) or not self._source.is_computed(first.noted):
+            self._held_up_since = None
+            return False
+        if self._held_up_since is None:
+            self._held_up_since = time.monotonic()
+        return time.monotonic() - self._held_up_since >= self._patience
+
+    def _gone_before(self) -> set[int]:
+        """The ranks of the node that this one's next part comes after, and that have ended."""
+        return self._memory.gone.intersection(self._held_up_by())
 
     def finish(self, synchronise: bool, complete: Callable[[int], None]) -> None:
         """Waits until this rank's parts are added and, if ``synchronise``, until all buckets hold their final sums.
@@ -220,7 +271,10 @@ class NodeReduction(NodeRanks):
         with self._changed:
             contribution = self._queue[0] if self._queue and self._may_add(self._queue[0]) else None
             owned = self._owned[0] if self._owned and self._is_added(self._owned[0]) else None
-            self._busy = contribution is not None or owned is not None
+            aside = None
+            if contribution is None and owned is None and self._sets_aside and self._are_too_many():
+                aside = self._waiting()[0]
+            self._busy = not (contribution is None and owned is None and aside is None)
         if not self._busy:
             return False
         # The table has said that others are done; this orders the reads of their sums after it.
@@ -228,8 +282,10 @@ class NodeReduction(NodeRanks):
         # Outside of the lock: the backward hands in more meanwhile. `_busy` tells `finish` that it is not over yet.
         if owned is not None:  # before adding more: the network should not wait
             self._start(owned)
-        else:
+        elif contribution is not None:
             self._add(contribution)
+        else:
+            self._set_aside(aside)
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -245,7 +301,23 @@ class NodeReduction(NodeRanks):
     def _is_added(self, index: int) -> bool:
         return self._table.added[-1, index] >= self._backward
 
+    def _set_aside(self, contribution: Contribution) -> None:
+        views = self._buckets[contribution.index].views
+        aside = self._source.set_aside(contribution.noted, contribution.gradients, views)
+        with self._changed:
+            contribution.gradients, contribution.is_aside = aside, True
+
     def _add(self, contribution: Contribution) -> None:
+        with label("node_reduce"):
+            self._bring(contribution)
+        # Before it leaves the queue: what does not wait any more takes no memory.
+        contribution.gradients = []
+        # `_busy` keeps `finish` waiting until this is published, too.
+        with self._changed:
+            self._queue.popleft()
+        self._publish(self._table.added, (self._rank, contribution.index), contribution.backward)
+
+    def _bring(self, contribution: Contribution) -> None:
         views = self._buckets[contribution.index].views
         copied: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         summed: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -258,12 +330,8 @@ class NodeReduction(NodeRanks):
             into, of = copied if first else summed
             into.append(view)
             of.append(gradient)
-        with label("node_reduce"):
-            self._source.bring(contribution.noted, copied, summed)
-        # `_busy` keeps `finish` waiting until this is published, too.
-        with self._changed:
-            self._queue.popleft()
-        self._publish(self._table.added, (self._rank, contribution.index), contribution.backward)
+        source = self._on_host if contribution.is_aside else self._source
+        source.bring(contribution.noted, copied, summed)
 
     def _start(self, index: int) -> None:
         # By this thread alone, in the order of `_owned`: so the owners on all nodes start the same buckets in the same

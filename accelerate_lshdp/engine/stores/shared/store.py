@@ -52,9 +52,10 @@ class SharedStore(Store):
         reducing_ranks: number of ranks, one a node, that sum a bucket between nodes.
         timeout_seconds: how long to wait for another rank of the node.
         waits_in_backward: whether a rank that is ahead waits in its backward for the ranks of its node that add their
-            gradients before it; else it keeps its own until the end. Not where other stores have collectives in the
-            backward: a rank that waits in one of them for this rank may be the one that this rank waits for, if their
-            forwards have not used the same parameters. Nor, whatever this says, in a backward of several models.
+            gradients before it; else it keeps its own until the end, in host memory. Not where other stores have
+            collectives in the backward: a rank that waits in one of them for this rank may be the one that this rank
+            waits for, if their forwards have not used the same parameters. Nor, whatever this says, in a backward of
+            several models.
 
     Raises:
         NodeMemoryError: on all ranks, if the ranks of a node cannot share memory.
@@ -237,6 +238,10 @@ class SharedStore(Store):
         # Ranks with several models ask each other after autograd which of them take part, before they hand in what
         # their losses have left out. A rank that waited for that inside autograd would not answer.
         waits = self._waits_in_backward and self.context.state.is_alone
+        self._begin_reduction(waits)
+
+    def _begin_reduction(self, waits: bool) -> None:
+        """Begins a backward in which this rank may wait for others (``waits``), or must not."""
         self._reduction.begin(WAITING_BUCKETS if waits else None)
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:

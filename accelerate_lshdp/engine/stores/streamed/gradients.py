@@ -14,7 +14,8 @@ class DeviceGradients(GradientSource):
     """Copies gradients from a device on a stream of their own, into the sums of the node or beside them.
 
     The first rank of a node, whose gradients take the place of what is there, copies them where they belong. Others
-    copy them into memory of their own first, and add them from there.
+    copy them into memory of their own first, and add them from there. What has to wait too long for its turn is kept
+    in host memory meanwhile (`set_aside`).
 
     Args:
         device: where the gradients are.
@@ -40,6 +41,9 @@ class DeviceGradients(GradientSource):
         # All of them: those of one bucket may come from branches that the script computes in streams of their own.
         return [stream.record_event() for stream in {**self._computing, self._streams.current_stream(): None}]
 
+    def is_computed(self, noted: Sequence[torch.Event]) -> bool:
+        return all(event.query() for event in noted)
+
     def bring(
         self,
         noted: Sequence[torch.Event],
@@ -53,6 +57,21 @@ class DeviceGradients(GradientSource):
         for places, batch in self._batches(zip(*summed, strict=True)):
             self._copy(noted, [(place, gradient) for place, (_, gradient) in zip(places, batch, strict=True)])
             torch._foreach_add_([view for view, _ in batch], places)
+
+    def set_aside(
+        self,
+        noted: Sequence[torch.Event],
+        gradients: Sequence[torch.Tensor | None],
+        views: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        self._streams.set_device(self._device)
+        aside = [None if own is None else torch.empty_like(view) for own, view in zip(gradients, views, strict=True)]
+        pairs = [(into, own) for into, own in zip(aside, gradients, strict=True) if into is not None]
+        # By way of registered memory, which the device writes to while it computes.
+        for places, batch in self._batches(pairs):
+            self._copy(noted, [(place, gradient) for place, (_, gradient) in zip(places, batch, strict=True)])
+            torch._foreach_copy_([into for into, _ in batch], places)
+        return aside
 
     def _copy(self, noted: Sequence[torch.Event], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies from the device, and waits for it."""

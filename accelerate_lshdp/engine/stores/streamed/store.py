@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES
+from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES, WAITING_BUCKETS
 from accelerate_lshdp.engine.module_state import change, is_noop_conversion
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
@@ -38,6 +38,11 @@ from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
 from accelerate_lshdp.engine.stores.streamed.waiting import PartOfGradient, let_go, part_of_gradient
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
+
+
+#: How long a rank that must not wait for others in its backward waits nevertheless, once in each: ranks of a node come
+#: with their gradients at about the same time, and what waits for longer is copied once more.
+PATIENCE_SECONDS = 0.1
 
 
 class StreamedStore(SharedStore):
@@ -244,6 +249,10 @@ class StreamedStore(SharedStore):
         super().begin(synchronise)
         if self._holds_local and not self._micro_batches.are_on_host:
             self._fresh = [True] * len(self._fresh)  # what is on the host is of the step before
+
+    def _begin_reduction(self, waits: bool) -> None:
+        # Always bounded: a script runs ahead of its device, and what waits takes the memory of that.
+        self._reduction.begin(WAITING_BUCKETS, None if waits else PATIENCE_SECONDS)
 
     def _new_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         return self._kept.add(index, gradient, keeps=self._micro_batches.keeps)
