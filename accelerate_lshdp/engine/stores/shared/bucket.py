@@ -71,7 +71,7 @@ class GradientSource:
         return None
 
     def is_computed(self, noted: Any) -> bool:
-        """Whether gradients exist for which `note` gave this."""
+        """Whether the gradients are computed that were handed in with this result of `note`."""
         return True
 
     def bring(

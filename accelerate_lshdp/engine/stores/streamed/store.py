@@ -40,8 +40,8 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
 
 
-#: How long a rank that must not wait for others in its backward waits nevertheless, once in each: ranks of a node come
-#: with their gradients at about the same time, and what waits for longer is copied once more.
+#: Seconds that computed gradients wait for other ranks of the node where a backward must not wait for them; then they
+#: are copied to host memory. Not 0: ranks of a node have gradients at about the same time, and a copy costs more.
 PATIENCE_SECONDS = 0.1
 
 
