@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 import torch_device as device
 
+from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather
+from accelerate_lshdp.runtime.groups import ProcessGroups
+from accelerate_lshdp.runtime.topology import Topology
+from accelerate_lshdp.runtime.wait_clock import WaitClock
+
 
 def of_rank(*values: float) -> torch.Tensor:
     """A tensor on the device: the values, with the rank added."""
@@ -34,6 +39,9 @@ def results() -> dict[str, list]:
     exchanged = torch.zeros(2, device="emulated")
     dist.all_to_all_single(exchanged, of_rank(0.0, 10.0))
     found["all_to_all"] = exchanged.tolist()
+    parts = [torch.zeros(1, device="emulated") for _ in range(2)]
+    dist.all_to_all(parts, [of_rank(0.0), of_rank(10.0)])
+    found["all_to_all of a list"] = torch.cat(parts).tolist()
     received = torch.zeros(1, device="emulated")
     works = [dist.isend(of_rank(2.0), 1 - rank), dist.irecv(received, 1 - rank)]
     for work in works:
@@ -69,3 +77,25 @@ def future_of_a_work() -> tuple[float, list[str]]:
     work = dist.all_reduce(value, async_op=True)
     (result,) = work.get_future().wait()
     return (result * 2).item(), device.races()
+
+
+def gathered_in_place(node_sizes: tuple[int, ...]) -> tuple[list[float], int]:
+    """What an all-gather in two stages gives, and the bytes that the device had to have beside its output."""
+    device.join_device_world()
+    groups, nodes, rank = ProcessGroups(), Topology(dist.get_rank(), node_sizes).node_groups, dist.get_rank()
+    places = tuple(zip(*nodes, strict=True))
+    gather = TwoStageAllGather(
+        Stages(groups.of_partition(nodes, rank), groups.of_partition(places, rank)), WaitClock()
+    )
+    size = 1000
+    output = torch.full((dist.get_world_size() * size,), -1.0, device="emulated")
+    own = output[rank * size : (rank + 1) * size]  # as FSDP2 does
+    own.fill_(rank)
+    memory = torch.get_device_module("emulated")
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    gather(output_tensor=output, input_tensor=own, group=dist.group.WORLD)
+    needed = memory.max_memory_allocated() - before
+    found = output.view(-1, size)
+    assert bool((found == found[:, :1]).all()) and not device.races(), device.races()
+    return found[:, 0].tolist(), needed

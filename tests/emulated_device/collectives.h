@@ -169,6 +169,14 @@ class DeviceBackend final : public c10d::Backend {
         });
   }
 
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return queue(
+        "all_to_all", inputs, outputs,
+        [gloo = gloo_, to = aliases(outputs), from = aliases(inputs), options]() mutable {
+          return gloo->alltoall(to, from, options);
+        });
+  }
+
   WorkPointer send(Tensors& tensors, int target, int tag) override {
     return queue_on(send_stream_, "send", tensors, {}, [gloo = gloo_, all = aliases(tensors), target, tag]() mutable {
       return gloo->send(all, target, tag);

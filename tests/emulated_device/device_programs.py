@@ -355,3 +355,13 @@ def moved_parameter() -> str:
     parameter.data = parameter.data.to("emulated")
     (parameter * 2).sum().backward()
     return f"{parameter.device} {parameter.grad.device} {parameter.grad.sum().item()}"
+
+
+def autocast_results() -> tuple[str, str, float]:
+    """The types of a linear layer's output and of a norm of it under autocast, and how far the norm is from fp32's."""
+    torch.manual_seed(0)
+    linear, norm, x = nn.Linear(8, 4).to("emulated"), nn.LayerNorm(4).to("emulated"), torch.randn(2, 8).to("emulated")
+    with torch.autocast("emulated", torch.bfloat16):
+        output = linear(x)
+        normalised = norm(output)
+    return str(output.dtype), str(normalised.dtype), (normalised - norm(output.float())).abs().max().item()

@@ -26,8 +26,15 @@ def test_results(on_device: OnDevice) -> None:
         "all_gather of a list": [7.0, 8.0],
         "objects": [{"rank": 0}, {"rank": 1}],
     }
-    assert first == {**both, "reduce_scatter": [3.0], "all_to_all": [0.0, 1.0], "receive": [3.0]}
-    assert second == {**both, "reduce_scatter": [21.0], "all_to_all": [10.0, 11.0], "receive": [2.0]}
+    own = {"reduce_scatter": [3.0], "all_to_all": [0.0, 1.0], "all_to_all of a list": [0.0, 1.0], "receive": [3.0]}
+    assert first == {**both, **own}
+    own = {
+        "reduce_scatter": [21.0],
+        "all_to_all": [10.0, 11.0],
+        "all_to_all of a list": [10.0, 11.0],
+        "receive": [2.0],
+    }
+    assert second == {**both, **own}
 
 
 def test_the_host_does_not_wait(on_device: OnDevice) -> None:
@@ -38,3 +45,10 @@ def test_the_host_does_not_wait(on_device: OnDevice) -> None:
 
 def test_futures(on_device: OnDevice) -> None:
     assert on_device("collective_programs", "future_of_a_work", ranks=2) == [(6.0, [])] * 2
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 3), (2, 2, 2)])
+def test_two_stages_gather_in_place(on_device: OnDevice, nodes: tuple[int, ...]) -> None:
+    ranks = sum(nodes)
+    found = on_device("collective_programs", "gathered_in_place", nodes, ranks=ranks, nodes=nodes)
+    assert found == [([float(rank) for rank in range(ranks)], 0)] * ranks

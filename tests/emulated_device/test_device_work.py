@@ -95,3 +95,7 @@ def test_random_numbers_follow_the_seed(on_device: OnDevice) -> None:
 
 def test_data_of_a_parameter_moves_it(on_device: OnDevice) -> None:
     assert on_device("device_programs", "moved_parameter") == ["emulated:0 emulated:0 6.0"]
+
+
+def test_autocast(on_device: OnDevice) -> None:
+    assert on_device("device_programs", "autocast_results") == [("torch.bfloat16", "torch.float32", 0.0)]

@@ -302,9 +302,19 @@ class TimedAllGather(AllGather):
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
     def fill(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Gathers on the host: ``parts`` are those of the group's ranks, of which this rank has its own."""
+        """Gathers into tensors that need not lie side by side; on devices only the current stream waits.
+
+        Args:
+            parts: of the group's ranks, of the same size; this rank has its own.
+            group: the ranks that gather.
+        """
         with label("all_gather"), self.clock.waiting():
-            gather_in_ring(parts, group)
+            if parts[0].device.type == "cpu":
+                gather_in_ring(parts, group)
+            else:
+                # NCCL's all-gather of a list first gathers into memory of its own. Its all-to-all does not, and sends
+                # as much.
+                dist.all_to_all(list(parts), [parts[group.rank()]] * group.size(), group=group)
 
 
 class TimedReduceScatter(ReduceScatter):

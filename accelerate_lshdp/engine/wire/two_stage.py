@@ -77,29 +77,16 @@ class TwoStageAllGather(AllGather):
         if group.size() == self.stages.inside.size():
             self._gather(output_tensor, input_tensor, self.stages.inside)
             return
-        if output_tensor.device.type == "cpu":
-            self._gather_on_host(output_tensor, input_tensor)
-            return
-        fetched = self.stages.rows(input_tensor.new_empty(self.stages.across.size() * input_tensor.numel()))
-        # Between nodes first, while each rank still has its own piece only: after the stage inside a node, every rank
-        # would send the whole row of its node.
-        self._gather(fetched.view(-1), input_tensor, self.stages.across)
-        # FSDP2 gives the input as a view of the output. That place is written here with the same values, and no longer
-        # read: `fetched` has them.
-        for node, piece in zip(self.stages.rows(output_tensor), fetched, strict=True):
-            self._gather(node, piece, self.stages.inside)
-
-    def _gather_on_host(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
-        """Gathers straight into the output; on devices, where a stage is one collective, `__call__` does."""
         across, inside = self.stages.across, self.stages.inside
         pieces = output_tensor.view(across.size(), inside.size(), -1)
         own = pieces[across.rank(), inside.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        # Each piece goes where it belongs, in the order that `__call__` explains.
+        # Between nodes first, while each rank still has its own piece only: after the stage inside a node, every rank
+        # would send the whole row of its node. Each piece goes where it belongs, so neither stage needs more memory.
         self._gather.fill([row[inside.rank()] for row in pieces], across)
         for row in pieces:
-            self._gather.fill(row.unbind(), inside)
+            self._gather(row.view(-1), row[inside.rank()], inside)
 
 
 class TwoStageReduceScatter(ReduceScatter):
