@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import PlacementCluster
 
 
-#: Totals that are cut: all up to this number for each rank, then in steps that grow with the total.
+#: Totals that are cut: so many, one step apart, then in steps that grow with the total.
 _DENSE, _GROWTH = 32, 1 / 32
 
 
@@ -93,9 +93,10 @@ class Batches:
         for steps in range(1, self.most_steps + 1):
             for size in self._spread(1, min(self.most)):
                 yield Batch((size,) * world, steps)
-            # Groups of equal ranks have equal numbers of samples; so totals are tried by what all of them take.
+            # Groups of equal ranks have equal numbers of samples; so totals are tried by what one of them takes,
+            # and not more than four times as often as by what all of them take.
             if len(self.groups) > 1:
-                for total in self._spread(world, sum(self.most), world):
+                for total in self._spread(world, sum(self.most), max(-(-world // 4), min(map(len, self.groups)))):
                     yield Batch(self._level(self._cut(total, self.most)), steps)
             for most in self.full:
                 yield Batch(most, steps)
@@ -104,8 +105,8 @@ class Batches:
                     yield Batch(self._within(self._time(group[0], most[group[0]]), most), steps)
 
     def neighbours(self, batch: Batch) -> Iterator[Batch]:
-        """Batches that differ a little: another size for a group of equal ranks; with a fixed total, samples of one
-        group given to another."""
+        """Batches that differ a little: other sizes for one or two groups of equal ranks; with a fixed total, samples
+        of one group given to another."""
         if self.total is None:
             for group in self.groups:
                 for change in (-8, -4, -2, -1, 1, 2, 4, 8):
@@ -113,6 +114,9 @@ class Batches:
             for one, other in permutations(self.groups, 2):
                 for more, less in ((1, 1), (1, 2), (2, 1), (4, 1), (1, 4)):
                     yield from self._changed(batch, dict.fromkeys(one, more) | dict.fromkeys(other, -less))
+            for one, other in combinations(self.groups, 2):
+                for change in (-1, 1):
+                    yield from self._changed(batch, dict.fromkeys((*one, *other), change))
             return
         for giving, taking in permutations(self.groups, 2):
             for count in (1, 2, min(len(giving), len(taking)), max(len(giving), len(taking))):

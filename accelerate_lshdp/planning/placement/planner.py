@@ -3,8 +3,9 @@
 
 The objective is time per sample. The smallest step alone would be that of the smallest batch. For each candidate batch
 a bound on its throughput comes from one relaxation; batches are solved in the order of their bounds, until no bound is
-above the best throughput found. Every uniform placement that fits is a start of the search for its batch, so the
-result is never slower than the best of them.
+above the best throughput found. Of models with few units, batches that may be better than the best one are looked at
+more closely at the end. Every uniform placement that fits is a start of the search for its batch, so the result is
+never slower than the best of them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from accelerate_lshdp.planning.placement.unit_costs import SLICES, UnitCosts
 
 
 _ROUNDS = 40
-#: Branches that are bounded for each batch. The best placement is nearly always found in the first few; the others
-#: prove that it is the best, and that is done for the best batch alone.
+#: Branches that are bounded for each batch. Of many units the best placement is nearly always found in the first few;
+#: the others prove that it is the best, and that is done for the best batch alone.
 _BRANCHES_OF_A_BATCH = 12
+#: Of fewer units a batch that may still be better is looked at more closely: so many batches, with so many branches.
+_FEW_UNITS, _CLOSER_BATCHES, _BRANCHES_OF_A_CLOSER_LOOK = 40, 24, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class _Planner:
         require_total(self.batches)
         self.best: tuple[float, Batch, PlacementProblem, Solution] | None = None
         self.seen: set[Batch] = set()
+        #: Batches that were solved and may be better than was found: nanoseconds a sample that nothing undercuts.
+        self.open: dict[Batch, tuple[float, PlacementProblem, Solution]] = {}
 
     def plan(self) -> PlacementResult:
         self._try(self.batches.first())
@@ -101,6 +106,8 @@ class _Planner:
         for _ in range(_ROUNDS):
             before = self.best[1]
             self._try(self.batches.neighbours(before))
+            if self.best[1] == before:
+                self._look_closer()
             if self.best[1] == before:
                 break
         _, batch, problem, solution = self.best
@@ -132,8 +139,23 @@ class _Planner:
             if self.best is not None and bound >= self.best[0]:
                 break
             solution = solve(problem, known=known, most_branches=_BRANCHES_OF_A_BATCH)
-            if solution is not None and not self._is_beaten(batch, solution.nanoseconds):
-                self.best = (solution.nanoseconds / batch.total, batch, problem, solution)
+            if solution is not None:
+                self._offer(batch, problem, solution)
+                if problem.unit_count < _FEW_UNITS and solution.gap:
+                    self.open[batch] = solution.bound / batch.total, problem, solution
+
+    def _look_closer(self) -> None:
+        """Solves batches of which a few branches have not shown that they are slower, the most promising first."""
+        for batch in sorted(self.open, key=lambda batch: self.open[batch][0])[:_CLOSER_BATCHES]:
+            bound, problem, solution = self.open.pop(batch)
+            if bound >= self.best[0]:
+                break
+            closer = solve(problem, known=[solution.counts], most_branches=_BRANCHES_OF_A_CLOSER_LOOK)
+            self._offer(batch, problem, closer or solution)
+
+    def _offer(self, batch: Batch, problem: PlacementProblem, solution: Solution) -> None:
+        if not self._is_beaten(batch, solution.nanoseconds):
+            self.best = (solution.nanoseconds / batch.total, batch, problem, solution)
 
     def _is_beaten(self, batch: Batch, nanoseconds: int) -> bool:
         return self.best is not None and nanoseconds / batch.total >= self.best[0]
