@@ -125,7 +125,8 @@ def run_ahead_of_the_first_rank() -> tuple[int, int]:
 
     def hand_in_and_count(*arguments) -> None:
         hand_in(*arguments)
-        waiting.append(len(reduction._queue))
+        with reduction._changed:  # a bucket that has been added is in the queue for a moment longer than its gradients
+            waiting.append(len(reduction._waiting()))
 
     reduction.ready = hand_in_and_count
     loss = model(**next(iter(loader)))
