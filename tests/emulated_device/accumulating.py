@@ -20,7 +20,7 @@ from accelerate_lshdp.engine.stores.streamed.store import StreamedStore
 
 
 def bytes_to_host(nodes: list[int], is_short: bool) -> dict[str, Any]:
-    """What `streamed_training.train` finds; with ``is_short`` on a device that has what training took, and no more."""
+    """What `streamed_training.train` finds; with ``is_short`` on a device that gradients have no room to stay on."""
     case = Case(nodes=tuple(nodes), accumulation=3, dtype="float32")
     device.join_device_world()
     before = device.counts()["device_bytes"]
@@ -29,7 +29,8 @@ def bytes_to_host(nodes: list[int], is_short: bool) -> dict[str, Any]:
         # The same on all ranks, as they decide together.
         peak = torch.tensor(float(found["counts"]["peak_device_bytes"] - before))
         dist.all_reduce(peak, op=dist.ReduceOp.MIN)
-        limit = device.counts()["device_bytes"] + int(peak)
+        # How many buckets waited is chance: room for more of them, and not for all gradients.
+        limit = device.counts()["device_bytes"] + int(peak) + found["gradient_bytes"] * 3 // 4
         found = streamed_training.train(Case(**{**vars(case), "delays": (("limit", limit),)}))
     return found
 
@@ -193,7 +194,9 @@ def warned() -> str:
     logger.addHandler(handler)
     training = _Training()
     training.step(range(3))
-    device.configure(limit=device.counts()["peak_device_bytes"])
+    # How many buckets waited is chance: room for more of them, and not for all gradients.
+    gradients = sum(parameter.nbytes for parameter in training.alone.parameters())
+    device.configure(limit=device.counts()["peak_device_bytes"] + gradients * 3 // 4)
     training.step(range(3, 6))
     training.step(range(6, 9))
     device.configure()
