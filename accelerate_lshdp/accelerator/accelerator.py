@@ -54,6 +54,7 @@ from accelerate_lshdp.documents.plan import Plan, Strategy
 from accelerate_lshdp.engine.batch_norm import allow_single_values
 from accelerate_lshdp.engine.clipping import clip_grad_norm, clip_grad_value
 from accelerate_lshdp.engine.fused_steps import fuse_steps
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.scaler import ShardedGradScaler
@@ -288,7 +289,7 @@ class LSHDPAccelerator(Accelerator):
         known = PreparedModel.of(model)
         if known is not None:
             known = engine.take_back(known, evaluation_mode)
-        trains = any(parameter.requires_grad for parameter in model.parameters())
+        trains = any(parameter.requires_grad for parameter in parameters_of(model))
         if evaluation_mode or not trains or known is not None:
             self._accumulation.watch_inputs(model)
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)

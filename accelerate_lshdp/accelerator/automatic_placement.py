@@ -28,6 +28,7 @@ from accelerate_lshdp.documents.plan import Batch, Plan, RankBatch
 from accelerate_lshdp.documents.profile_sections import HostRates, Network
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.placement.host_costs import host_costs
@@ -146,7 +147,7 @@ def _largest_micro_batch(model: ModelSizes, cluster: PlacementCluster, result: P
 
 
 def _trains(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
+    return any(parameter.requires_grad for parameter in parameters_of(model))
 
 
 def _require_format(dtype: str) -> None:

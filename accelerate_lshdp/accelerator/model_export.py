@@ -12,6 +12,7 @@ from torch import nn
 from accelerate_lshdp.accelerator.run_checkpoints import layout_of
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.checkpoint.run_state import save_model_file, stream_full_state
+from accelerate_lshdp.engine.module_state import parameters_of
 
 
 def full_state(session: Session, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,7 +33,7 @@ def fits_one_file(model: nn.Module, max_shard_size: int | str) -> bool:
         ValueError: ``max_shard_size`` is something else.
     """
     # Parameters on the meta device are offloaded by accelerate's own hooks, which know where they are; or lost.
-    elsewhere = any(tensor.is_meta for tensor in model.parameters())
+    elsewhere = any(tensor.is_meta for tensor in parameters_of(model))
     return not elsewhere and _bytes_of(model) <= _parse_size(max_shard_size)
 
 
@@ -49,7 +50,7 @@ def write_weights(session: Session, model: nn.Module, folder: str | os.PathLike[
 
 
 def _bytes_of(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in [*model.parameters(), *model.buffers()])
+    return sum(p.numel() * p.element_size() for p in [*parameters_of(model), *model.buffers()])
 
 
 def _parse_size(size: int | str) -> int:

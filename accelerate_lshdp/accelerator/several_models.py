@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.runtime.step_exchange import StepExchange
 
@@ -25,7 +26,7 @@ def models_reached(loss: torch.Tensor, models: Sequence[PreparedModel]) -> list[
     leaves = {
         id(leaf): number
         for number, prepared in enumerate(models)
-        for leaf in (*prepared.module.parameters(), *prepared.gradient_leaves())
+        for leaf in (*parameters_of(prepared.module), *prepared.gradient_leaves())
     }
     reached = [False] * len(models)
     waiting = [loss.grad_fn]

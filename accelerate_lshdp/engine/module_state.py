@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -140,6 +140,14 @@ def unmark(module: nn.Module) -> None:
             vars(part).pop(name, None)
 
 
+def parameters_of(module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """The parameters of a module by torch's own method, also where a script's class has a ``parameters`` of its own.
+
+    Such methods name what an optimizer is to have, and may take no arguments.
+    """
+    return nn.Module.parameters(module, recurse)
+
+
 def exclude_hooks_from_pickles(module: nn.Module) -> None:
     """Keeps hooks of this package out of a module's pickles and copies."""
     vars(module)["__reduce_ex__"] = _Reduction(module)
@@ -198,7 +206,7 @@ def is_noop_conversion(
         module: its parameters may be elsewhere than on ``device``, if they come there to be computed with.
         device: where its forward runs.
     """
-    for place, dtype in {(t.device, t.dtype) for t in (*module.parameters(), *module.buffers())}:
+    for place, dtype in {(t.device, t.dtype) for t in (*parameters_of(module), *module.buffers())}:
         # Four dimensions, so that a change of the memory format shows.
         probe = torch.empty(1, 2, 2, 2, dtype=dtype, device=place)
         result = convert(probe)
@@ -206,7 +214,7 @@ def is_noop_conversion(
         if not (same_device and result.dtype == dtype and result.stride() == probe.stride()):
             return False
         if place.type == "cpu" and result.is_shared():  # share_memory()
-            return all(t.is_shared() for t in (*module.parameters(), *module.buffers()) if t.device.type == "cpu")
+            return all(t.is_shared() for t in (*parameters_of(module), *module.buffers()) if t.device.type == "cpu")
     return True
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.units import choose_blocks, choose_units
 
 
@@ -53,14 +54,14 @@ def place_units(
     for group in groups:
         chosen = {names[id(module)]: placement.of(names[id(module)]) for module in group}
         _require_one_placement(chosen)
-        parameters = tuple({id(p): p for module in group for p in module.parameters()}.values())
+        parameters = tuple({id(p): p for module in group for p in parameters_of(module)}.values())
         taken.update(map(id, parameters))
         units.append(PlacedUnit(group, parameters, next(iter(chosen.values()))))
     # A block that shares a parameter with what is in no unit is a part of the rest.
     named = dict(placement.units)
     outside = [names[id(block)] for block in blocks if id(block) not in placed]
     _require_one_placement({"": placement.of(""), **{name: named[name] for name in outside if name in named}})
-    rest = tuple(parameter for parameter in model.parameters() if id(parameter) not in taken)
+    rest = tuple(parameter for parameter in parameters_of(model) if id(parameter) not in taken)
     return units, PlacedUnit((model,), rest, placement.of(""))
 
 

@@ -21,7 +21,7 @@ from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.loading import follow_loading
-from accelerate_lshdp.engine.module_state import with_index
+from accelerate_lshdp.engine.module_state import parameters_of, with_index
 from accelerate_lshdp.engine.placed_units import PlacedUnit, place_units
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel, broadcast_initial_state
@@ -124,7 +124,7 @@ class Placement:
         """
         if self.topology.mixes_devices:
             choose_units(model, self.units)
-            require_plain(model.parameters(), mixes_devices=True)
+            require_plain(parameters_of(model), mixes_devices=True)
 
     def place(self, model: nn.Module, model_index: int = 0) -> PreparedModel:
         """Prepares a model for training (collective): the same start on all ranks, then sharding or buckets.
@@ -201,7 +201,7 @@ class Placement:
         if self.policies.casts_itself and self.policies.precision.param_dtype is not None:
             self._set_precision(units, rest, attachments)
         # In the order of the model, as buckets are filled; parameters of one unit may be registered apart.
-        places = {id(parameter): index for index, parameter in enumerate(rest.modules[0].parameters())}
+        places = {id(parameter): index for index, parameter in enumerate(parameters_of(rest.modules[0]))}
         for parameters in by_mechanism.values():
             parameters.sort(key=lambda parameter: places[id(parameter)])
         whole, shared = by_mechanism[Mechanism.REPLICATED], by_mechanism[Mechanism.NODE_SHARED]

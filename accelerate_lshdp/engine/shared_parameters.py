@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.prepared import PreparedModel
 
 
@@ -35,7 +36,7 @@ def refuse_shared_parameters(
     owners = {
         id(parameter): other.module
         for other in others
-        for parameter in (other.module.parameters() if frozen_too else other.trainable_parameters())
+        for parameter in (parameters_of(other.module) if frozen_too else other.trainable_parameters())
     }
     shared = []
     for name, parameter in model.named_parameters():

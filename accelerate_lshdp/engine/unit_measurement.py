@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.stores.sliced.uses import WeightUses
 from accelerate_lshdp.engine.stores.sliced.without_values import WATCHES_ONLY
 from accelerate_lshdp.engine.units import choose_units
@@ -105,15 +106,15 @@ def measure_units(
 
     groups = choose_units(model, block_names)
     units = tuple(
-        measured(place, tuple(names[id(module)] for module in group), (p for m in group for p in m.parameters()))
+        measured(place, tuple(names[id(module)] for module in group), (p for m in group for p in parameters_of(m)))
         for place, group in enumerate(groups)
     )
-    inside = {id(parameter) for group in groups for module in group for parameter in module.parameters()}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    inside = {id(parameter) for group in groups for module in group for parameter in parameters_of(module)}
+    rest = [parameter for parameter in parameters_of(model) if id(parameter) not in inside]
     # Twice: the gradient of the largest activation, and the gradient that this one is computed from.
     working = 2 * max(0, many.largest() - few.largest()) / more
     if parameter_bytes is None:
-        everything = list(model.parameters())
+        everything = list(parameters_of(model))
         parameter_bytes = sum(p.nbytes for p in everything) / max(1, sum(p.numel() for p in everything))
     root = measured(_ROOT, ("",), rest)
     logits = [each.logits_bytes(rest) for each in (few_uses, many_uses)]
@@ -178,7 +179,7 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
         loss_of: makes the forward.
         block_names: as for `choose_units`.
     """
-    known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *_tensors(batch))}
+    known = {_storage(tensor) for tensor in (*parameters_of(model), *model.buffers(), *_tensors(batch))}
     # Tensors stay alive, so that no storage takes the place of another.
     kept: dict[int, tuple[int, torch.Tensor]] = {}
     given: dict[int, tuple[set[int], torch.Tensor]] = {}

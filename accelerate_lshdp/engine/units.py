@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from accelerate_lshdp.engine.module_state import parameters_of
+
 
 class UnitError(ValueError):
     """The units that the user named do not exist in the model."""
@@ -55,7 +57,7 @@ def _declared_blocks(model: nn.Module) -> set[str]:
 def _is_block(module: nn.Module) -> bool:
     """Whether the module computes something from parameters of more than one submodule."""
     has_forward = type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList)
-    holders = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+    holders = [m for m in module.modules() if any(True for _ in parameters_of(m, recurse=False))]
     return has_forward and len(holders) > 1
 
 
@@ -74,7 +76,7 @@ def _named_blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
     blocks = _outermost(model, matches)  # which fills `found`
     if missing := sorted(wanted - found):
-        known = sorted({type(m).__name__ for m in model.modules() if next(m.parameters(), None) is not None})
+        known = sorted({type(m).__name__ for m in model.modules() if next(parameters_of(m), None) is not None})
         raise UnitError(
             f"no module of the model is called, or is of class, {', '.join(missing)}. Its classes with parameters are "
             f"{', '.join(known)}; name units by one of them or by a module's full name"
@@ -96,7 +98,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
         model,
         lambda name, module: (
             id(module) in parents
-            and next(module.parameters(), None) is not None
+            and next(parameters_of(module), None) is not None
             and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         ),
     )
@@ -109,7 +111,7 @@ def _outermost(model: nn.Module, matches) -> list[nn.Module]:  # noqa: ANN001 - 
     for name, module in model.named_modules():
         if module is model or id(module) in inside:
             continue
-        if matches(name, module) and next(module.parameters(), None) is not None:
+        if matches(name, module) and next(parameters_of(module), None) is not None:
             chosen.append(module)
             inside.update(id(m) for m in module.modules())
     return chosen
@@ -121,10 +123,10 @@ def _join_tied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[tuple[nn.M
     # used in two places has to belong to one unit that is gathered in both.
     owners: dict[int, list[int]] = {}
     for index, block in enumerate(blocks):
-        for parameter in block.parameters():
+        for parameter in parameters_of(block):
             owners.setdefault(id(parameter), []).append(index)
     inside = {id(m) for block in blocks for m in block.modules()}
-    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in parameters_of(m, recurse=False)}
 
     group_of = list(range(len(blocks)))
     to_root: set[int] = set()

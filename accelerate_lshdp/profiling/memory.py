@@ -12,6 +12,7 @@ import psutil
 import torch
 from accelerate.logging import get_logger
 
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.runtime.device_memory import counts_memory
 
 
@@ -115,7 +116,7 @@ def process_bytes(meter: MemoryMeter, model: torch.nn.Module, device: torch.devi
     """Bytes that this process has in use beside a model in host memory, which is not placed yet."""
     meter.restart()
     # On CPUs the model is a part of the process.
-    tensors = [*model.parameters(), *model.buffers()] if device.type == "cpu" else []
+    tensors = [*parameters_of(model), *model.buffers()] if device.type == "cpu" else []
     return max(0, meter.peak() - sum(tensor.nbytes for tensor in tensors))
 
 

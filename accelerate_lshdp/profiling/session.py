@@ -18,6 +18,7 @@ from accelerate_lshdp.documents.curves import TimeCurve
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import HostRates, MeasuredRank, Network, ProfiledScript
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.policies import ShardingPolicies, resolve_policies
 from accelerate_lshdp.planning import PlanningError, plan_fixed_total
 from accelerate_lshdp.profiling.host_rates import host_rates_of
@@ -207,7 +208,7 @@ class _Run:
         return RecordingReduction(dist.group.WORLD, self._accelerator.lsdp_plugin.communication, self._clock)
 
     def _describe(self) -> ProfiledScript:
-        parameters = list(self._subject.model.parameters())
+        parameters = list(parameters_of(self._subject.model))
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not trained:
             raise ValueError("found a model without trainable parameters, expected some: there is nothing to measure")

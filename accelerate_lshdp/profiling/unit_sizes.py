@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_lshdp.data.random_numbers import kept_random_numbers
 from accelerate_lshdp.documents.unit_sizes import ModelUnits
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.unit_measurement import LossOf, measure_units
 from accelerate_lshdp.profiling.subject import Samples, Subject, copy_container
 
@@ -91,7 +92,7 @@ def _copy_without_content(model: nn.Module, mode: FakeTensorMode, device: torch.
     """A copy of a model, in training mode, whose parameters and buffers are fake tensors on a device."""
     copies: dict[int, Any] = {}  # of `deepcopy`, which takes what it finds there: tied parameters stay tied
     with mode:
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*parameters_of(model), *model.buffers()):
             fake = mode.from_tensor(tensor.detach()).to(device)
             is_parameter = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake

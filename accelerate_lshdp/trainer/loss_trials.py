@@ -23,6 +23,7 @@ from torch import nn
 
 from accelerate_lshdp.accelerator.losses.forwards import Forward
 from accelerate_lshdp.accelerator.losses.parts import Composition, halvings, undisturbed
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.runtime.object_exchange import all_objects
 
 
@@ -160,7 +161,7 @@ class LossTrials:
     def _tolerance(self) -> float:
         low = (torch.bfloat16, torch.float16)
         is_low = self._trainer.accelerator.mixed_precision != "no" or any(
-            parameter.dtype in low for parameter in self._trainer.model.parameters()
+            parameter.dtype in low for parameter in parameters_of(self._trainer.model)
         )
         return _EQUAL_IN_LOW_PRECISION if is_low else _EQUAL
 

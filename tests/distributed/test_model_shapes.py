@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from training_cases import collate, make_optimizer, relative_error
 
 from accelerate_lshdp import LSDPPlugin, LSHDPAccelerator, Plan
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 
 
 class Branching(nn.Module):
@@ -89,6 +90,117 @@ def test_parameters_unused_on_one_rank_or_on_all(workers, strategy, nodes, skip_
     for parameters, unused_has_gradient in workers(2).run(train_branching, *settings, nodes=nodes):
         assert relative_error(parameters, expected) <= 1e-12
         assert not unused_has_gradient
+
+
+class NamesItsBlocks(Branching):
+    """Has a method ``parameters`` of its own, as of models whose author gives a part of them to an optimizer."""
+
+    def parameters(self):  # noqa: ANN201 - as scripts have it
+        return self.blocks.parameters()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs, use_extra=True, skip_block=False)
+
+
+def optimizer_of_all(model: nn.Module) -> torch.optim.Optimizer:
+    rest = [parameter for part in (model.extra, model.never, model.head) for parameter in part.parameters()]
+    return torch.optim.SGD([{"params": model.parameters()}, {"params": rest, "lr": 0.2}], lr=0.1)
+
+
+def train_own_parameters(strategy: str, intra_node: str) -> dict:
+    placement = None
+    if strategy == "osdp":
+        units = {"": UnitPlacement(UnitStore.REPLICATE), "blocks.0": UnitPlacement(UnitStore.WORLD_KEPT)}
+        placement = ModelPlacement(units, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([4, 2], strategy=strategy, intra_node=intra_node, placement=placement)
+    model = NamesItsBlocks().double()
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample"))
+    loader = DataLoader(Points(), 2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of_all(model), loader)
+    for batch in loader:
+        accelerator.backward(model(batch["inputs"]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "intra_node"),
+    [
+        ("ddp", (1, 1), "auto"),
+        ("ddp", (2,), "auto"),
+        ("lsdp", (2,), "auto"),
+        ("lsdp", (1, 1), "auto"),
+        ("lsdp", (2,), "collectives"),
+        ("fsdp", (1, 1), "auto"),
+        ("zero2", (2,), "auto"),
+        ("osdp", (1, 1), "auto"),
+    ],
+)
+def test_models_with_a_method_of_their_own_for_parameters(workers, strategy, nodes, intra_node):
+    model = NamesItsBlocks().double()
+    optimizer = optimizer_of_all(model)
+    for start in (0, 6):
+        batch = collate([Points()[index] for index in range(start, start + 6)])
+        model(batch["inputs"]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for parameters in workers(2).run(train_own_parameters, strategy, intra_node, nodes=nodes):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+class FrozenFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)])
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+def gradient_of_what_was_frozen() -> torch.Tensor:
+    plugin = LSDPPlugin(mixed_precision="bf16", loss_weighting="sample")
+    accelerator = LSHDPAccelerator(plan=Plan.from_batch_sizes([4, 2], strategy="fsdp"), lsdp_plugin=plugin)
+    model, loader = FrozenFirst(), DataLoader(Points(), 2, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    model.requires_grad_(True)
+    accelerator.backward(model(next(iter(loader))["inputs"].float()).float().square().mean())
+    return full(model.blocks[0][0].weight.grad).float()
+
+
+def test_a_unit_that_is_unfrozen_before_the_first_forward(workers):
+    model = FrozenFirst().requires_grad_(True)
+    model(collate([Points()[index] for index in range(6)])["inputs"].float()).square().mean().backward()
+    for gradient in workers(2).run(gradient_of_what_was_frozen, nodes=(1, 1)):
+        assert relative_error({"": gradient}, {"": model.blocks[0][0].weight.grad}) <= 0.05  # bf16
+
+
+def train_after_a_part(strategy: str) -> dict:
+    placement = None
+    if strategy == "osdp":
+        placement = ModelPlacement({"": UnitPlacement(UnitStore.REPLICATE)}, UnitPlacement(UnitStore.WORLD))
+    plan = Plan.from_batch_sizes([4, 2], strategy=strategy, placement=placement)
+    accelerator, model, optimizer, loader = prepared(plan, Branching().double(), Points())
+    with torch.no_grad():
+        found = model.blocks[1](torch.ones(4, dtype=torch.float64))
+    model.train()
+    for batch in loader:
+        accelerator.backward(branch_losses(model, batch, accelerator.process_index, False))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"part": found, **{name: full(p) for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "lsdp", "fsdp", "zero2", "osdp"])
+def test_a_part_that_is_called_before_the_model(workers, strategy):
+    """As a `generate` does that calls the blocks itself."""
+    part = Branching().double().blocks[1](torch.ones(4, dtype=torch.float64)).detach()
+    expected = {"part": part, **branching_reference(False)}
+    for found in workers(2).run(train_after_a_part, strategy, nodes=(1, 1)):
+        assert relative_error(found, expected) <= 1e-12
 
 
 def gradient_with_cast() -> dict:

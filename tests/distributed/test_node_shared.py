@@ -329,6 +329,67 @@ def test_what_would_be_done_once_a_rank_is_refused(workers, what, message):
     assert any(re.search(message, error.message) for error in errors), errors
 
 
+READS = {
+    "get_state_dict": lambda accelerator, model, folder: accelerator.get_state_dict(model),
+    "state_dict": lambda accelerator, model, folder: model.state_dict(),
+    "state_dict of a part": lambda accelerator, model, folder: model.heads.state_dict(),
+    "save_model": lambda accelerator, model, folder: accelerator.save_model(model, folder),
+    "save_state": lambda accelerator, model, folder: accelerator.save_state(folder),
+}
+
+
+def read_after_a_change(how: str, folder: str, changing: tuple[int, ...]) -> None:
+    accelerator, model, optimizer, loader = start(((2, 2), (1, 2)))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    if accelerator.process_index in changing:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    accelerator.wait_for_everyone()
+    READS[how](accelerator, model, folder)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_was_done_once_a_rank_is_not_saved(workers, tmp_path, how):
+    """No forward follows the change, which would find it."""
+    for error in workers(2).run(read_after_a_change, how, f"{tmp_path}/all", (0, 1), expect_failure=True):
+        assert "parameters changed outside their optimizer" in error.message
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("changing", [(), (0,)], ids=str)
+def test_what_one_rank_has_changed_is_saved(workers, tmp_path, how, changing):
+    """As the main process does that takes over averaged weights at the end."""
+    workers(2).run(read_after_a_change, how, str(tmp_path / how), changing)
+
+
+def change_and_load(folder: str) -> None:
+    accelerator, model, optimizer, loader = start(((2, 2), (1, 2)))
+    accelerator.save_state(folder)
+    before = copy.deepcopy(model.state_dict())
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(folder)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_what_is_replaced_may_be_changed(workers, tmp_path):
+    workers(2).run(change_and_load, str(tmp_path / "saved"))
+
+
 def test_loading_a_state_on_all_ranks_is_allowed(workers):
     workers(2).run(misuse, "allowed")
 

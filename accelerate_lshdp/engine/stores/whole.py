@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from accelerate_lshdp.engine.module_state import is_noop_conversion
+from accelerate_lshdp.engine.module_state import is_noop_conversion, parameters_of
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.wire.buckets import fill_buckets
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, OrderedReductions
@@ -66,7 +66,7 @@ class WholeStore(Store):
         # that is the sum of the shares. Beside other stores the loss is that of all of them.
         self.loss_multiplier = float(self.world_size) if parameters is None else 1.0
         self._scale = 1 / self.world_size if parameters is None else 1.0
-        own = context.module.parameters() if parameters is None else parameters
+        own = parameters_of(context.module) if parameters is None else parameters
         self._parameters = [p for p in own if p.requires_grad]
         self._earlier: dict[int, torch.Tensor] = {}  # gradients that were final before this backward
         self._final: set[int] = set()  # parameters whose .grad is the sum over all ranks
@@ -84,7 +84,7 @@ class WholeStore(Store):
 
     def skips_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         # Those of the model that other stores have may be elsewhere.
-        device = next(iter(self._parameters or self.module.parameters())).device
+        device = next(iter(self._parameters or parameters_of(self.module))).device
         return is_noop_conversion(convert, self.module, device)  # torch copies even from "cpu" to "cpu:0"
 
     def _fill_buckets(

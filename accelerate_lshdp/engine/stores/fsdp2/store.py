@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from accelerate_lshdp.engine.loading import require_same_names
-from accelerate_lshdp.engine.module_state import is_noop_conversion
+from accelerate_lshdp.engine.module_state import is_noop_conversion, parameters_of
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward, refuse_shards_in_files
@@ -66,7 +66,7 @@ class Fsdp2Store(Store):
         module = context.module
         self._device = device
         others = set(elsewhere)
-        own = [parameter for parameter in module.parameters() if parameter not in others]
+        own = [parameter for parameter in parameters_of(module) if parameter not in others]
         ignored = without_shards(own)
         # FSDP2 moves what it manages; what it is told to ignore stays where it is, which may be host memory.
         for parameter in ignored:
@@ -167,6 +167,7 @@ class Fsdp2Store(Store):
         for unit in self._units:
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
+                member.register_forward_pre_hook(_root_first(self.module), prepend=True)
         first = len(self._parameters) - len(self._plain.parameters)
         for index, parameter in enumerate(self._plain.parameters, first):
             parameter.register_post_accumulate_grad_hook(self._use_hook(index))
@@ -421,3 +422,16 @@ class Fsdp2Store(Store):
             for group in param_groups(module):
                 for fsdp_param in group.fsdp_params:
                     drop_unsummed(fsdp_param)
+
+
+def _root_first(root: FSDPModule):  # noqa: ANN202 - a closure for torch
+    """Lets FSDP2 begin with the whole model: it takes for the root what has the first forward.
+
+    A script may call a part of the model before that, as a ``generate`` does which calls the blocks itself.
+    """
+    state = root._get_fsdp_state()
+
+    def before_forward(*_: object) -> None:
+        state._lazy_init()  # which does nothing after the first time
+
+    return before_forward

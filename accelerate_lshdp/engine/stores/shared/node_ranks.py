@@ -59,6 +59,15 @@ class NodeRanks:
         self._collectives += 1
         self._publish(self._table.collectives, self._rank, self._collectives)
 
+    def publish_change(self) -> None:
+        """Says that this rank has changed parameters by hand since the last backward."""
+        self._publish(self._table.changed, self._rank, self._backward + 1)
+
+    def others_have_changed(self) -> bool:
+        """Whether another rank of the node has said so, too."""
+        changed = np.delete(self._table.changed, self._rank)
+        return bool((changed == self._backward + 1).any())
+
     def barrier(self, purpose: BarrierPurpose) -> None:
         """Waits until all ranks of the node have come here.
 

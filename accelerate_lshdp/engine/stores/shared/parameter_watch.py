@@ -69,6 +69,15 @@ class ParameterWatch:
         if changed or not torch.equal(self._words[self._places], self._values):
             raise RuntimeError(self._message())
 
+    def is_changed_here(self) -> bool:
+        """Whether this rank itself has changed a parameter since their state was noted; not through ``.data``."""
+        noted = self._values is not None
+        return noted and [parameter._version for parameter in self._parameters] != self._versions
+
+    def refuse(self) -> None:
+        """Raises the error of a parameter that was changed."""
+        raise RuntimeError(self._message())
+
     def _message(self) -> str:
         differs = set(self._owners[self._words[self._places] != self._values].tolist())
         for index, (parameter, version) in enumerate(zip(self._parameters, self._versions, strict=True)):

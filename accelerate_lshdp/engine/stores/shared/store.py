@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
-from accelerate_lshdp.engine.module_state import is_noop_conversion
+from accelerate_lshdp.engine.module_state import is_noop_conversion, parameters_of
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, require_on_all_ranks
@@ -78,7 +78,7 @@ class SharedStore(Store):
     ) -> None:
         super().__init__(context)
         self._waits_in_backward = waits_in_backward
-        self._everything = list(context.module.parameters() if parameters is None else parameters)
+        self._everything = list(parameters_of(context.module) if parameters is None else parameters)
         self._parameters = [p for p in self._everything if p.requires_grad]
         self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
         self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
@@ -96,6 +96,9 @@ class SharedStore(Store):
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, leaf in enumerate(self._make_leaves()):
             context.attachments.add(leaf.register_post_accumulate_grad_hook(self._hook(index)))
+        hook = _state_dict_hook(self._watch, self._reduction)
+        for module in context.module.modules():  # after those of streamed parameters, which wait for a step
+            context.attachments.add(module.register_state_dict_pre_hook(hook))
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return self._parameters
@@ -381,8 +384,31 @@ class SharedStore(Store):
     def parameters_loaded(self) -> None:
         self._watch.forget()
 
+    def give_up_failed_step(self) -> None:
+        self._watch.forget()
+
     def collective_begins(self) -> None:
+        if self._watch.is_changed_here():
+            self._reduction.publish_change()
         self._reduction.collective_begins()
+
+
+def _state_dict_hook(watch: ParameterWatch, reduction: NodeReduction) -> Callable[..., None]:
+    """Refuses to read parameters that several ranks of the node have changed by hand, each of which made the change.
+
+    No forward may follow any more that would find it, after the last epoch say. What one rank alone has changed is
+    right: the main process that takes over averaged weights, and saves them. Of other ranks it is known if they have
+    read a state, too, or called a collective (``wait_for_everyone``).
+    """
+
+    # A function, as copies of a module know hooks of this package by their module; and of what is not the store.
+    def before_state_dict(module: nn.Module, prefix: str, *_: Any) -> None:
+        if not prefix and watch.is_changed_here():  # else the module around it was asked
+            reduction.publish_change()
+            if reduction.others_have_changed():
+                watch.refuse()
+
+    return before_state_dict
 
 
 def _leave(memory: NodeMemory, parameters: Sequence[nn.Parameter]) -> None:

@@ -41,6 +41,8 @@ class NodeTable:
         arrived: how many barriers each rank has come to, shape (ranks,).
         purposes: which ``BarrierPurpose`` each rank came to, shape (2, ranks): used in turn, as ``posted``.
         collectives: how many collectives of the world each rank has made, shape (ranks,).
+        changed: the last backward (1: the beginning) after which each rank has changed parameters by hand, shape
+            (ranks,).
         stepped: the optimizer's step in which each rank has stepped its parameters of each part of the model, shape
             (ranks, parts); steps are numbered from 1. Used where parts are stepped one after the other.
         broken: the last of these steps that each rank has failed to make, shape (ranks,).
@@ -51,7 +53,7 @@ class NodeTable:
     """
 
     def __init__(self, ranks: int, buckets: int, numbers: int, layout: Layout, parts: int = 0) -> None:
-        one_a_rank = ("entered", "failed", "arrived", "collectives", "taken", "broken")
+        one_a_rank = ("entered", "failed", "arrived", "collectives", "taken", "broken", "changed")
         self._shapes = {**dict.fromkeys(one_a_rank, (ranks,)), "added": (ranks, buckets), "final": (buckets,)}
         self._shapes |= {"purposes": (2, ranks), "stepped": (ranks, parts), "votes": (2, ranks, 2)}
         self._places = {name: layout.place(8 * int(np.prod(shape))) for name, shape in self._shapes.items()}

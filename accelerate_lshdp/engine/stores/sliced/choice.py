@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.placed_units import PlacedUnit
 
 
@@ -53,7 +54,7 @@ def choose_sliced(model: nn.Module, units: Sequence[PlacedUnit], ranks: int) -> 
         slices.update((id(parameter), wanted) for parameter in chosen)
     return [
         SlicedChoice(names[id(p)], p, tuple(places[id(p)]), slices[id(p)])
-        for p in model.parameters()
+        for p in parameters_of(model)
         if id(p) in slices
     ]
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS, SliceableWeights
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.stores.sliced.choice import can_be_sliced, places_of_parameters
 from accelerate_lshdp.engine.stores.sliced.stand_in import KNOWN_WITHOUT_VALUES
 from accelerate_lshdp.engine.stores.sliced.without_values import (
@@ -74,7 +75,7 @@ class WeightUses(TorchFunctionMode):
         self._hooks: list[RemovableHandle] = []
         places = places_of_parameters(model)
         # Kept alive: they are known by their ids.
-        self._weights = {id(p): p for p in model.parameters() if can_be_sliced(p, places[id(p)], 1)}
+        self._weights = {id(p): p for p in parameters_of(model) if can_be_sliced(p, places[id(p)], 1)}
         self._uses = {each: _Uses() for each in self._weights}
         # Results of products, and what was made of them, as logits that may wait: with their weights, by id, and which
         # rows are left out.

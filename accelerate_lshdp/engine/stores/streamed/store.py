@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from accelerate_lshdp.documents.bucket_sizes import LARGEST_BYTES, WAITING_BUCKETS
-from accelerate_lshdp.engine.module_state import change, is_noop_conversion
+from accelerate_lshdp.engine.module_state import change, is_noop_conversion, parameters_of
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory
 from accelerate_lshdp.engine.stores.shared.store import SharedStore
@@ -103,7 +103,9 @@ class StreamedStore(SharedStore):
         rest = dict.fromkeys(range(len(self._everything)))
         members = []
         for modules in self._modules:
-            own = dict.fromkeys(indices[id(p)] for module in modules for p in module.parameters() if id(p) in indices)
+            own = dict.fromkeys(
+                indices[id(p)] for module in modules for p in parameters_of(module) if id(p) in indices
+            )
             members.append([index for index in own if index in rest])
             for index in own:
                 rest.pop(index, None)
@@ -376,6 +378,7 @@ class StreamedStore(SharedStore):
 
     def give_up_failed_step(self) -> None:
         self._late.settle_or_give_up()
+        super().give_up_failed_step()
 
     def loading_begins(self, state: dict[str, Any]) -> None:
         self._stop_reading()
