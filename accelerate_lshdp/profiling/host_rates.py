@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from accelerate_lshdp.documents.profile_sections import HostRates
+from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.stores.streamed.pinning import register_with_device
 from accelerate_lshdp.profiling.memory import free_in_control_group
 from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
@@ -18,8 +19,8 @@ from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 
 #: Bytes of a copy: as large as a block, so that its start does not count.
 _COPIED = 64 * 2**20
-#: Parameters of the measured step: more than caches hold, with gradients and moments.
-_STEPPED = 8 * 2**20
+#: Parameters of the measured step: with gradients and moments 512 MB, more than the caches of large processors hold.
+_STEPPED = 32 * 2**20
 _REPEATS = 5
 
 
@@ -47,7 +48,7 @@ def host_rates_of(
     if device.type == "cpu" or not hasattr(torch.get_device_module(device), "Stream"):
         return None
     apply_thread_share()  # as a run does that steps parameters on the host
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(parameter.numel() for parameter in parameters_of(model) if parameter.requires_grad)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision)
     return measure_host_rates(device, trained, dtype, clock=clock)
 

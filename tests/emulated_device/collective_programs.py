@@ -69,6 +69,29 @@ def seconds_of_the_host() -> tuple[float, float]:
     return queued, time.monotonic() - start
 
 
+def seconds_on_a_link() -> dict[str, float]:
+    """Of collectives that send 200 kB of each rank, at 1 MB a second."""
+    device.join_device_world()
+    part, whole = torch.zeros(50_000, device="emulated"), torch.zeros(100_000, device="emulated")
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(part),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.zeros_like(whole), whole),
+        "broadcast": lambda: dist.broadcast(part, src=0),
+    }
+    found = {}
+    for name, call in calls.items():
+        device.synchronize()
+        dist.barrier()
+        device.configure(to_ranks=1e6)
+        start = time.monotonic()
+        call()
+        device.synchronize()
+        found[name] = time.monotonic() - start
+    return found
+
+
 def future_of_a_work() -> tuple[float, list[str]]:
     """A future lets the stream wait that asks for its value."""
     device.join_device_world()

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,24 @@ class CollectiveWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// What leads to the other ranks: collectives of all groups share it.
+struct Link {
+  std::mutex busy;
+
+  void send(double bytes) {
+    const double rate = settings.link_bandwidth;
+    if (rate > 0 && bytes > 0) {
+      std::lock_guard<std::mutex> lock(busy);
+      sleep_for(bytes / rate);
+    }
+  }
+};
+
+inline Link& link_to_ranks() {
+  static auto* link = new Link;
+  return *link;
+}
+
 class DeviceBackend final : public c10d::Backend {
  public:
   using WorkPointer = c10::intrusive_ptr<c10d::Work>;
@@ -90,21 +109,21 @@ class DeviceBackend final : public c10d::Backend {
   }
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return queue("all_reduce", {}, tensors, [gloo = gloo_, all = aliases(tensors), options]() mutable {
-      return gloo->allreduce(all, options);
-    });
+    return queue(
+        "all_reduce", {}, tensors, 2 * share() * bytes_of(tensors),
+        [gloo = gloo_, all = aliases(tensors), options]() mutable { return gloo->allreduce(all, options); });
   }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return queue("broadcast", {}, tensors, [gloo = gloo_, all = aliases(tensors), options]() mutable {
-      return gloo->broadcast(all, options);
-    });
+    return queue(
+        "broadcast", {}, tensors, bytes_of(tensors),
+        [gloo = gloo_, all = aliases(tensors), options]() mutable { return gloo->broadcast(all, options); });
   }
 
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return queue("reduce", {}, tensors, [gloo = gloo_, all = aliases(tensors), options]() mutable {
-      return gloo->reduce(all, options);
-    });
+    return queue(
+        "reduce", {}, tensors, bytes_of(tensors),
+        [gloo = gloo_, all = aliases(tensors), options]() mutable { return gloo->reduce(all, options); });
   }
 
   WorkPointer allgather(
@@ -115,14 +134,16 @@ class DeviceBackend final : public c10d::Backend {
       written.insert(written.end(), output.begin(), output.end());
       gathered.push_back(aliases(output));
     }
-    return queue("all_gather", inputs, written, [gloo = gloo_, gathered, sent = aliases(inputs), options]() mutable {
-      return gloo->allgather(gathered, sent, options);
-    });
+    return queue(
+        "all_gather", inputs, written, share() * bytes_of(written),
+        [gloo = gloo_, gathered, sent = aliases(inputs), options]() mutable {
+          return gloo->allgather(gathered, sent, options);
+        });
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     return queue(
-        "all_gather", {input}, {output},
+        "all_gather", {input}, {output}, share() * bytes_of({output}),
         [gloo = gloo_, to = aliases({output}), from = aliases({input}), options]() mutable {
           return gloo->_allgather_base(to[0], from[0], options);
         });
@@ -131,7 +152,7 @@ class DeviceBackend final : public c10d::Backend {
   WorkPointer allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return queue(
-        "all_gather", inputs, outputs,
+        "all_gather", inputs, outputs, share() * bytes_of(outputs),
         [gloo = gloo_, to = aliases(outputs), from = aliases(inputs), options]() mutable {
           return gloo->allgather_into_tensor_coalesced(to, from, options);
         });
@@ -145,15 +166,17 @@ class DeviceBackend final : public c10d::Backend {
       read.insert(read.end(), input.begin(), input.end());
       sent.push_back(aliases(input));
     }
-    return queue("reduce_scatter", read, outputs, [gloo = gloo_, to = aliases(outputs), sent, options]() mutable {
-      return gloo->reduce_scatter(to, sent, options);
-    });
+    return queue(
+        "reduce_scatter", read, outputs, share() * bytes_of(read),
+        [gloo = gloo_, to = aliases(outputs), sent, options]() mutable {
+          return gloo->reduce_scatter(to, sent, options);
+        });
   }
 
   WorkPointer _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return queue(
-        "reduce_scatter", {input}, {output},
+        "reduce_scatter", {input}, {output}, share() * bytes_of({input}),
         [gloo = gloo_, to = aliases({output}), from = aliases({input}), options]() mutable {
           return gloo->_reduce_scatter_base(to[0], from[0], options);
         });
@@ -163,7 +186,7 @@ class DeviceBackend final : public c10d::Backend {
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
     return queue(
-        "all_to_all", {input}, {output},
+        "all_to_all", {input}, {output}, share() * bytes_of({input}),
         [gloo = gloo_, to = aliases({output}), from = aliases({input}), output_sizes, input_sizes, options]() mutable {
           return gloo->alltoall_base(to[0], from[0], output_sizes, input_sizes, options);
         });
@@ -171,23 +194,22 @@ class DeviceBackend final : public c10d::Backend {
 
   WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     return queue(
-        "all_to_all", inputs, outputs,
+        "all_to_all", inputs, outputs, share() * bytes_of(inputs),
         [gloo = gloo_, to = aliases(outputs), from = aliases(inputs), options]() mutable {
           return gloo->alltoall(to, from, options);
         });
   }
 
   WorkPointer send(Tensors& tensors, int target, int tag) override {
-    return queue_on(send_stream_, "send", tensors, {}, [gloo = gloo_, all = aliases(tensors), target, tag]() mutable {
-      return gloo->send(all, target, tag);
-    });
+    return queue_on(
+        send_stream_, "send", tensors, {}, bytes_of(tensors),
+        [gloo = gloo_, all = aliases(tensors), target, tag]() mutable { return gloo->send(all, target, tag); });
   }
 
   WorkPointer recv(Tensors& tensors, int source, int tag) override {
     return queue_on(
-        receive_stream_, "receive", {}, tensors, [gloo = gloo_, all = aliases(tensors), source, tag]() mutable {
-          return gloo->recv(all, source, tag);
-        });
+        receive_stream_, "receive", {}, tensors, 0,
+        [gloo = gloo_, all = aliases(tensors), source, tag]() mutable { return gloo->recv(all, source, tag); });
   }
 
   // The host waits here, as with NCCL.
@@ -207,14 +229,29 @@ class DeviceBackend final : public c10d::Backend {
     return result;
   }
 
+  // The part of a payload that a rank sends in a ring.
+  double share() const {
+    return (getSize() - 1) / static_cast<double>(getSize());
+  }
+
+  static double bytes_of(const Tensors& tensors) {
+    double bytes = 0;
+    for (const at::Tensor& tensor : tensors) {
+      bytes += static_cast<double>(tensor.nbytes());
+    }
+    return bytes;
+  }
+
   template <typename Start>
-  WorkPointer queue(const std::string& name, const Tensors& read, const Tensors& written, Start start) {
-    return queue_on(stream_, name, read, written, std::move(start));
+  WorkPointer queue(
+      const std::string& name, const Tensors& read, const Tensors& written, double sent_bytes, Start start) {
+    return queue_on(stream_, name, read, written, sent_bytes, std::move(start));
   }
 
   template <typename Start>
   WorkPointer queue_on(
-      StreamQueue& stream, const std::string& name, const Tensors& read, const Tensors& written, Start start) {
+      StreamQueue& stream, const std::string& name, const Tensors& read, const Tensors& written, double sent_bytes,
+      Start start) {
     Event begin;
     record(begin, current_stream());
     let_wait(stream, begin);
@@ -228,8 +265,9 @@ class DeviceBackend final : public c10d::Backend {
       accesses.push_back(access_of(tensor, true));
       used.push_back(tensor);
     }
-    enqueue(stream, accesses, name, [start = std::move(start)]() mutable {
+    enqueue(stream, accesses, name, [sent_bytes, start = std::move(start)]() mutable {
       sleep_for(settings.collective_delay);
+      link_to_ranks().send(sent_bytes);
       const WorkPointer work = start();
       if (work) {
         work->wait();

@@ -92,10 +92,11 @@ void reset() {
 }
 
 void configure(
-    double to_device_bandwidth, double to_host_bandwidth, double copy_delay, double collective_delay,
-    double compute_delay, size_t limit) {
+    double to_device_bandwidth, double to_host_bandwidth, double link_bandwidth, double copy_delay,
+    double collective_delay, double compute_delay, size_t limit) {
   settings.to_device_bandwidth = to_device_bandwidth;
   settings.to_host_bandwidth = to_host_bandwidth;
+  settings.link_bandwidth = link_bandwidth;
   settings.copy_delay = copy_delay;
   settings.collective_delay = collective_delay;
   settings.compute_delay = compute_delay;

@@ -13,6 +13,7 @@ namespace emulated {
 struct Settings {
   std::atomic<double> to_device_bandwidth{0}; // bytes a second; 0: not limited
   std::atomic<double> to_host_bandwidth{0};
+  std::atomic<double> link_bandwidth{0}; // to other ranks
   // Seconds that each one takes longer than it would.
   std::atomic<double> copy_delay{0};
   std::atomic<double> collective_delay{0};

@@ -43,6 +43,11 @@ def test_the_host_does_not_wait(on_device: OnDevice) -> None:
         assert done >= 0.2
 
 
+def test_a_link_has_a_rate(on_device: OnDevice) -> None:
+    for found in on_device("collective_programs", "seconds_on_a_link", ranks=2):
+        assert min(found.values()) >= 0.2, found
+
+
 def test_futures(on_device: OnDevice) -> None:
     assert on_device("collective_programs", "future_of_a_work", ranks=2) == [(6.0, [])] * 2
 

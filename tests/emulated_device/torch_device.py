@@ -43,6 +43,7 @@ def configure(
     *,
     to_device: float = 0.0,
     to_host: float = 0.0,
+    to_ranks: float = 0.0,
     copy_delay: float = 0.0,
     collective_delay: float = 0.0,
     compute_delay: float = 0.0,
@@ -53,6 +54,7 @@ def configure(
     Args:
         to_device: bytes a second that are copied to the device; 0: as fast as it goes.
         to_host: bytes a second that are copied to the host.
+        to_ranks: bytes a second that collectives send to other ranks, each as a ring sends them.
         copy_delay: seconds that each copy takes longer.
         collective_delay: seconds that each collective takes longer.
         compute_delay: seconds that each operator takes longer.
@@ -60,7 +62,7 @@ def configure(
     """
     global _limit
     _limit = limit
-    _extension.configure(to_device, to_host, copy_delay, collective_delay, compute_delay, limit)
+    _extension.configure(to_device, to_host, to_ranks, copy_delay, collective_delay, compute_delay, limit)
 
 
 def register_host_memory(memory: torch.Tensor) -> Callable[[], None]:
