@@ -28,7 +28,7 @@ from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_do
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.sharding import shard_units
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
-from accelerate_lshdp.engine.stores.fsdp2.unit import Unit, collect_units, sharded_like
+from accelerate_lshdp.engine.stores.fsdp2.unit import Unit, collect_units, root_first, sharded_like
 from accelerate_lshdp.engine.stores.fsdp2.unsummed_gradients import ZeroGrad, drop_unsummed, holds_unsummed
 from accelerate_lshdp.engine.stores.fsdp2.versions import forget_iteration, param_groups, reduce_unused_parameters
 from accelerate_lshdp.engine.wire.reduction import OrderedReductions
@@ -167,7 +167,7 @@ class Fsdp2Store(Store):
         for unit in self._units:
             for member in unit.module._get_fsdp_state()._modules:
                 member.register_forward_pre_hook(self._usage_hook(unit))
-                member.register_forward_pre_hook(_root_first(self.module), prepend=True)
+                member.register_forward_pre_hook(root_first(self.module), prepend=True)
         first = len(self._parameters) - len(self._plain.parameters)
         for index, parameter in enumerate(self._plain.parameters, first):
             parameter.register_post_accumulate_grad_hook(self._use_hook(index))
@@ -422,16 +422,3 @@ class Fsdp2Store(Store):
             for group in param_groups(module):
                 for fsdp_param in group.fsdp_params:
                     drop_unsummed(fsdp_param)
-
-
-def _root_first(root: FSDPModule):  # noqa: ANN202 - a closure for torch
-    """Lets FSDP2 begin with the whole model: it takes for the root what has the first forward.
-
-    A script may call a part of the model before that, as a ``generate`` does which calls the blocks itself.
-    """
-    state = root._get_fsdp_state()
-
-    def before_forward(*_: object) -> None:
-        state._lazy_init()  # which does nothing after the first time
-
-    return before_forward

@@ -74,3 +74,17 @@ def sharded_like(parameter: nn.Parameter, local: torch.Tensor) -> DTensor:
     whole = torch.empty_like(parameter, requires_grad=False)  # `from_local` moves to the device of the mesh
     whole.to_local().copy_(local)
     return whole
+
+
+def root_first(root: FSDPModule):  # noqa: ANN202 - a closure for torch
+    """A hook of a unit's forward that lets FSDP2 begin with the whole model.
+
+    FSDP2 takes for the root what has the first forward. A script may call a part of the model before that, as a
+    ``generate`` does which calls the blocks itself.
+    """
+    state = root._get_fsdp_state()
+
+    def before_forward(*_: object) -> None:
+        state._lazy_init()  # which does nothing after the first time
+
+    return before_forward

@@ -8,11 +8,13 @@ the second would be made once a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from accelerate_lshdp.engine.stores.shared.node_ranks import NodeRanks
 from accelerate_lshdp.runtime.option_advice import option_advice
 
 
@@ -67,14 +69,14 @@ class ParameterWatch:
         # As integers: NaN, which differs from itself, is no change; and 0.0 and -0.0 are different bits.
         changed = [parameter._version for parameter in self._parameters] != self._versions
         if changed or not torch.equal(self._words[self._places], self._values):
-            raise RuntimeError(self._message())
+            self.refuse()
 
     def is_changed_here(self) -> bool:
         """Whether this rank itself has changed a parameter since their state was noted; not through ``.data``."""
         noted = self._values is not None
         return noted and [parameter._version for parameter in self._parameters] != self._versions
 
-    def refuse(self) -> None:
+    def refuse(self) -> NoReturn:
         """Raises the error of a parameter that was changed."""
         raise RuntimeError(self._message())
 
@@ -90,6 +92,29 @@ class ParameterWatch:
             "compute, and one that every rank makes is made once a rank. Work on a copy of the model, use "
             f"load_state_dict on all ranks to set values, or {option_advice('intra_node', 'collectives')}"
         )
+
+
+def refuses_changes(watch: ParameterWatch, ranks: NodeRanks) -> Callable[..., None]:
+    """A hook of state dicts that raises an error if several ranks of the node have changed parameters by hand.
+
+    Each of them has made the change, and no forward may follow any more that would find it, after the last epoch say.
+    What one rank alone has changed is right: the main process that takes over averaged weights, and saves them. Of
+    other ranks it is known if they have read a state, too, or called a collective (``wait_for_everyone``).
+
+    Args:
+        watch: of the parameters.
+        ranks: of the node.
+    """
+
+    # A function, as copies of a module know hooks of this package by their module; and of what is not the store, which
+    # the module would keep alive.
+    def before_state_dict(module: nn.Module, prefix: str, *_: Any) -> None:
+        if not prefix and watch.is_changed_here():  # with a prefix, the module around it was asked
+            ranks.publish_change()
+            if ranks.others_have_changed():
+                watch.refuse()
+
+    return before_state_dict
 
 
 def sampled_places(tensors: Sequence[torch.Tensor], words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from accelerate_lshdp.engine.stores.shared.bucket import GradientSource
 from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, require_on_all_ranks
 from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
-from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch, sampled_places
+from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch, refuses_changes, sampled_places
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
 from accelerate_lshdp.engine.wire.buckets import fill_buckets
@@ -96,7 +96,7 @@ class SharedStore(Store):
         self._share(topology, node_group, reduction_of, timeout_seconds)
         for index, leaf in enumerate(self._make_leaves()):
             context.attachments.add(leaf.register_post_accumulate_grad_hook(self._hook(index)))
-        hook = _state_dict_hook(self._watch, self._reduction)
+        hook = refuses_changes(self._watch, self._reduction)
         for module in context.module.modules():  # after those of streamed parameters, which wait for a step
             context.attachments.add(module.register_state_dict_pre_hook(hook))
 
@@ -391,24 +391,6 @@ class SharedStore(Store):
         if self._watch.is_changed_here():
             self._reduction.publish_change()
         self._reduction.collective_begins()
-
-
-def _state_dict_hook(watch: ParameterWatch, reduction: NodeReduction) -> Callable[..., None]:
-    """Refuses to read parameters that several ranks of the node have changed by hand, each of which made the change.
-
-    No forward may follow any more that would find it, after the last epoch say. What one rank alone has changed is
-    right: the main process that takes over averaged weights, and saves them. Of other ranks it is known if they have
-    read a state, too, or called a collective (``wait_for_everyone``).
-    """
-
-    # A function, as copies of a module know hooks of this package by their module; and of what is not the store.
-    def before_state_dict(module: nn.Module, prefix: str, *_: Any) -> None:
-        if not prefix and watch.is_changed_here():  # else the module around it was asked
-            reduction.publish_change()
-            if reduction.others_have_changed():
-                watch.refuse()
-
-    return before_state_dict
 
 
 def _leave(memory: NodeMemory, parameters: Sequence[nn.Parameter]) -> None:
