@@ -185,8 +185,7 @@ def train(setting: Setting, placement: ModelPlacement, samples: Sequence[int]) -
 
     torch.manual_seed(0)
     device.configure(to_device=setting.copies, to_host=setting.copies, to_ranks=setting.link, limit=setting.limit)
-    # One parameter after the other: plans do not count what stepping them together needs.
-    training = Training(Network(setting), placement, NODES, foreach=False)
+    training = Training(Network(setting), placement, NODES)
     x = torch.randn(samples[dist.get_rank()], WIDTH).to("emulated")
     seconds = []
     for _ in range(STEPS):

@@ -60,8 +60,6 @@ class Training:
         placement: of its units.
         nodes: ranks of each node.
         precision: mixed precision.
-        foreach: whether AdamW steps all parameters of a group together, None: as torch chooses. Together they need 4
-            bytes a parameter for a moment.
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Training:
         placement: ModelPlacement,
         nodes: Sequence[int],
         precision: str = "no",
-        foreach: bool | None = None,
     ) -> None:
         topology = Topology(dist.get_rank(), tuple(nodes))
         policies = resolve_placement(placement, topology, device_type="emulated", mixed_precision=precision)
@@ -89,7 +86,7 @@ class Training:
         )
         self.engine.require_placeable(model)
         self.prepared: PreparedModel = self.engine.place(model, dict(model.named_parameters()))
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=foreach)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def backward(self, loss: torch.Tensor, *, synchronise: bool = True) -> None:
         """The backward of this rank's part of a mean over all ranks."""

@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.unstepped_gradients import parameters_of
-from accelerate_lshdp.engine.layout_groups import zeroed_one_by_one
+from accelerate_lshdp.engine.step_groups import zeroed_one_by_one
 from accelerate_lshdp.engine.stores.fsdp2.limits import refuse_in_files
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
@@ -32,6 +32,8 @@ class OptimizerSteps:
         """Follows an optimizer's steps from now on, and no other session does."""
         # As models do, it goes from one accelerator to the next, which may be gone: an earlier stage of the script, or
         # a cell of a notebook that is run again.
+        for follower in followers(optimizer):
+            follower.step_is_over()  # a step that failed may have left its groups cut
         _StepHook.remove_from(optimizer)
         optimizer.register_step_pre_hook(_StepHook(self.step_begins))
         optimizer.register_step_post_hook(_StepHook(self.step_ends))
@@ -44,8 +46,9 @@ class OptimizerSteps:
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
         """Called before ``optimizer.step(closure)``; returns its arguments if they change."""
-        self._session.engine.step_begins(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        # A closure and hooks of the script may look at the groups, or change them for this step.
+        self._session.engine.step_begins(optimizer, is_unseen=closure is None and _is_around_step(optimizer))
         if closure is None:
             self._take_gradients(optimizer)
             return None

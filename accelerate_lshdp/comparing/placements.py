@@ -132,7 +132,7 @@ class PlacedModel:
         ]
         limits = tuple(int(share * need) for need in self._memory(self._lsdp()))
         # Memory is counted as for every other case, whose share is that of devices (see `_memory`).
-        cluster = PlacementCluster(self.nodes, capped, limits, link, inside, streams=streams, maps_host_memory=False)
+        cluster = PlacementCluster(self.nodes, capped, limits, link, inside, streams=streams, counts_states_alone=True)
         # Recomputing frees memory of activations, which is not counted.
         choice = Choice(checkpoint=(False,))
         return plan_placement(self._sizes(), cluster, total_batch_size=sum(sizes), choice=choice).placement
@@ -155,7 +155,7 @@ class PlacedModel:
         world = sum(self.nodes)
         free, least = LinkCost(0.0, 0.0), RankProfile(TimeCurve((1,), (1.0,)), 1)  # memory has nothing to do with time
         cluster = PlacementCluster(
-            self.nodes, (least,) * world, (1,) * world, free, free, streams=False, maps_host_memory=False
+            self.nodes, (least,) * world, (1,) * world, free, free, streams=False, counts_states_alone=True
         )
         sizes = self._sizes()
         problem = pose_placement(sizes, cluster, (1,) * world, costs=UnitCosts(sizes, cluster, checkpoint=(False,)))

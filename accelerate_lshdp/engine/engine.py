@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_lshdp.engine.layout_groups import LayoutGroups
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import Mechanism, ShardingPolicies
 from accelerate_lshdp.engine.prepared import PreparedModel
 from accelerate_lshdp.engine.shared_parameters import refuse_shared_parameters
+from accelerate_lshdp.engine.step_groups import StepGroups
 from accelerate_lshdp.engine.stores.fsdp2.limits import (
     check_sharded_optimizer,
     refuse_sparse_gradients,
@@ -47,7 +47,7 @@ class Engine:
         self.models: list[PreparedModel] = []
         self._replaced: dict[int, tuple[weakref.ref, nn.Parameter]] = {}  # by id of what the script had
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that another rank of the node uses
-        self._step_groups: LayoutGroups | None = None  # of the optimizer that is stepping
+        self._step_groups: StepGroups | None = None  # of the optimizer that is stepping
 
     @property
     def policies(self) -> ShardingPolicies:
@@ -271,12 +271,17 @@ class Engine:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepares an optimizer's groups for its step, before it looks at them; undone when the step is over."""
+    def step_begins(self, optimizer: torch.optim.Optimizer, *, is_unseen: bool = True) -> None:
+        """Prepares an optimizer's groups for its step, before it looks at them; undone when the step is over.
+
+        Args:
+            optimizer: about to step.
+            is_unseen: whether nothing of the script looks at its groups before `after_step`.
+        """
         # The one before may have failed, of which torch says nothing. By now its gradients may be of the past.
         self._hidden = []
         self.step_is_over()
-        self._step_groups = LayoutGroups(optimizer)
+        self._step_groups = StepGroups(optimizer, may_bound_memory=is_unseen)
 
     def step_is_over(self) -> None:
         """Says that an optimizer has stepped, or has failed to: its groups and gradients are whole again."""

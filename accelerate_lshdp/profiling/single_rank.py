@@ -20,9 +20,9 @@ from accelerate.utils import send_to_device
 from accelerate_lshdp.documents.strategy import Gathered, Strategy
 from accelerate_lshdp.engine.flow import Flow
 from accelerate_lshdp.engine.fused_steps import fuse_steps
-from accelerate_lshdp.engine.layout_groups import LayoutGroups
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import Mechanism, resolve_policies
+from accelerate_lshdp.engine.step_groups import StepGroups
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.profiling.subject import Subject, copy_container
 from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
@@ -161,9 +161,11 @@ class SingleRankTrainer:
     def step(self) -> None:
         """Makes one optimizer step with the present gradients."""
         self._prepared.before_step()
-        groups = LayoutGroups(self._subject.optimizer)
+        optimizer = self._subject.optimizer
+        hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        groups = StepGroups(optimizer, may_bound_memory=not any(hooks))  # those of the script may look at the groups
         try:
-            self._subject.optimizer.step()
+            optimizer.step()
         finally:
             groups.restore()
         self._prepared.after_step()

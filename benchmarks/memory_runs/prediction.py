@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_lshdp import Plan
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
+from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK
 from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.engine.unit_measurement import saved_bytes
 from accelerate_lshdp.estimation.model_measurement import output_loss
@@ -29,7 +30,9 @@ def uniform(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[
     """The memory of each rank under a plan whose units are all kept alike, by terms."""
     model = model_sizes(**sizes)
     everything = sum(unit.parameters for unit in model.everything)
-    counts = ModelCounts(everything, everything, tuple(unit.parameters for unit in model.units))
+    units = tuple(unit.parameters for unit in model.units)
+    in_heap = tuple(unit.heap_parameters for unit in model.units)
+    counts = ModelCounts(everything, everything, units, in_heap, model.root.heap_parameters)
     sample = model.working_bytes + sum(unit.activation_bytes for unit in model.everything)
     ranks = plan.batch.ranks
     places = [node for node, size in enumerate(nodes) for _ in range(size)]
@@ -81,22 +84,30 @@ def _counts(problem: PlacementProblem, plan: Plan) -> list[list[int]]:
 @functools.cache
 def model_sizes(blocks: int, width: int, vocabulary: int, tokens: int) -> ModelSizes:
     """The sizes of a `Transformer`; the activations of a block are those by which a model with one more differs."""
-    parameters, activations, largest = _measure(blocks, width, vocabulary, tokens)
-    fewer, kept, _ = _measure(blocks - 1, width, vocabulary, tokens)
-    block, of_block = parameters - fewer, activations - kept
+    whole, fewer = (_measure(number, width, vocabulary, tokens) for number in (blocks, blocks - 1))
+    block, of_block, small = (whole[each] - fewer[each] for each in ("parameters", "activations", "in_heap"))
     units = tuple(
-        UnitSize(f"blocks.{number}", block, block, of_block, 4.0 * tokens * width, 6.0 * tokens * block)
+        UnitSize(
+            f"blocks.{number}",
+            block,
+            block,
+            of_block,
+            4.0 * tokens * width,
+            6.0 * tokens * block,
+            heap_parameters=small,
+        )
         for number in range(blocks)
     )
-    rest = parameters - blocks * block
-    root = UnitSize("", rest, rest, activations - blocks * of_block, 0.0, 6.0 * tokens * rest)
+    rest = whole["parameters"] - blocks * block
+    kept, in_heap = whole["activations"] - blocks * of_block, whole["in_heap"] - blocks * small
+    root = UnitSize("", rest, rest, kept, 0.0, 6.0 * tokens * rest, heap_parameters=in_heap)
     # The gradient of the largest activation, and the one that it is computed from.
-    return ModelSizes(units, root, working_bytes=2.0 * largest)
+    return ModelSizes(units, root, working_bytes=2.0 * whole["largest"])
 
 
 @functools.cache
-def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> tuple[int, int, int]:
-    """Parameters, bytes that one sample keeps for its backward, and those of the largest tensor among them."""
+def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> dict[str, int]:
+    """Parameters, those in the heap, bytes that one sample keeps for its backward, and the largest tensor of these."""
     with FakeTensorMode():
         model = Transformer(blocks, width, vocabulary, tokens)
         saved = []
@@ -104,4 +115,9 @@ def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> tuple[int
             ids = torch.zeros(samples, tokens, dtype=torch.long)
             saved.append(saved_bytes(model, {"input_ids": ids, "labels": ids}, output_loss))
     one, two = saved
-    return sum(p.numel() for p in model.parameters()), two.total - one.total, two.largest() - one.largest()
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "in_heap": sum(p.numel() for p in model.parameters() if p.nbytes < LARGEST_KEPT_BLOCK),
+        "activations": two.total - one.total,
+        "largest": two.largest() - one.largest(),
+    }

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,16 @@ def profile_with_progress(strategy: str, max_batch: int) -> tuple[dict[str, Any]
     profile = profile_ranks(subject, options, an_accelerator(), on_progress, clock=clock)
     assert all(phases.values())
     return profile.to_dict(), list(phases)
+
+
+def groups_that_hooks_see() -> set[int]:
+    subject, seen = a_subject(), set()
+    for group in subject.optimizer.param_groups:
+        group["foreach"] = True
+    subject.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.add(len(optimizer.param_groups)))
+    with mock.patch("accelerate_lshdp.engine.step_groups.STEPPED_TOGETHER", 1):
+        profile_ranks(subject, ProfilingOptions(max_batch=2, seconds=2), an_accelerator())
+    return seen
 
 
 def profile_in_real_time() -> tuple[dict[str, Any], float]:
@@ -250,6 +261,11 @@ def test_a_profile_of_two_nodes(workers, strategy: str) -> None:
     # And it can be planned with.
     plan = plan_fixed_total(profile.rank_profiles(), 4, bucket_seconds=profile.bucket_seconds())
     assert plan.batch_sizes == [2, 2]
+
+
+def test_hooks_of_the_script_see_its_groups(workers) -> None:
+    """The optimizer is stepped in parts only where nothing of the script looks at them."""
+    assert workers(1).run(groups_that_hooks_see) == [{1}]
 
 
 def test_a_profile_of_one_rank(workers) -> None:

@@ -25,7 +25,13 @@ BLOCKS = 6
 
 
 def unit(*modules: str, parameters: int = 7_000_000, activations: float = 40e6) -> dict[str, Any]:
-    sizes = {"activation_bytes": activations, "input_bytes": activations / 10, "flops": 3e9}
+    sizes = {
+        "activation_bytes": activations,
+        "input_bytes": activations / 10,
+        "flops": 3e9,
+        "heap_parameters": 0,
+        "largest_parameter": parameters // 3,
+    }
     return {"modules": list(modules), "parameters": parameters, "trainable": parameters, **sizes}
 
 

@@ -112,10 +112,19 @@ def test_hosts_that_compute_map_one_copy_a_node() -> None:
     counts = ModelCounts(600_000_000, 600_000_000, (2_000_000,) * 300)
     (world,) = rank_memory("fsdp", counts, (32,), computes_on_hosts=True)
     assert world.total_bytes == world.starting == 4 * counts.parameters * (1 + 1 / 32)
-    # Small units lie in the heap, and leave holes in it that are as large as what is in use.
-    counts = ModelCounts(10**7, 10**7, (10**6,) * 10)
-    (small,) = rank_memory("fsdp", counts, (2,), activation_bytes=1e7, computes_on_hosts=True)
-    assert small.heap == LARGEST_KEPT_END + small.gathered + small.unreduced + 1e7
+
+
+def test_small_blocks_leave_holes_in_the_heap() -> None:
+    def heap(share: float, *, on_hosts: bool = True) -> float:
+        counts = ModelCounts(10**7, 10**7, (10**6,) * 10, (round(share * 10**6),) * 10)
+        (memory,) = rank_memory("fsdp", counts, (2,), activation_bytes=1e7, computes_on_hosts=on_hosts)
+        assert memory.total_bytes == memory.states + memory.gathered + memory.unreduced + 1e7 + memory.heap
+        return memory.heap - LARGEST_KEPT_END * on_hosts
+
+    in_use = 4 * 2 * 10**6 + 4 * 2 * 10**6  # two gathered units, the gradients of one and a message of as many
+    # As large as what is in use of small blocks; activations lie between them if most are small.
+    assert (heap(0.0), heap(0.25), heap(1.0)) == (0, in_use / 4, in_use + 1e7)
+    assert heap(1.0, on_hosts=False) == 0
 
 
 def test_on_hosts_messages_count_and_gathered_copies_go() -> None:

@@ -10,6 +10,7 @@ from placement_problems import cluster_for
 
 from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_END
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
+from accelerate_lshdp.documents.step_memory import STEPPED_TOGETHER
 from accelerate_lshdp.documents.unit_sizes import SliceableWeights
 from accelerate_lshdp.planning import PlanningError
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, ModelCounts, rank_memory, waiting_bytes
@@ -170,7 +171,18 @@ def test_memory_of_stores(store: UnitStore, kept: int, peaks: tuple[int, int]) -
     again = option(problem, store, checkpoint=True)
     assert again.memory[0] == kept + 3 * 200_000
     assert again.peaks == (*peaks, 3_000_000)
-    assert problem.rows[0].peak_weights == (2, 1, 3) and problem.rows[0].fixed == 3 * 500_000
+    assert problem.rows[0].peak_weights == (2, 1, 3)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 30])
+def test_memory_of_the_optimizers_step(samples: int) -> None:
+    """When it steps, activations are gone: it needs no more unless there are few of them, all units recomputed."""
+    working, few = 500_000, 4 * 200_000 + 1_000_000
+    fixed = posed(EVEN, samples=samples).rows[0].fixed
+    stepping = STEPPED_TOGETHER  # no parameter is larger
+    assert fixed == samples * working + max(0, stepping - samples * (working / 2 + few))
+    # On hosts it is counted in what the C library keeps free.
+    assert posed(EVEN, samples=samples, streams=False).rows[0].fixed == samples * working + FREE_IN_HEAP
 
 
 def test_a_node_of_one_rank_keeps_everything() -> None:
@@ -328,6 +340,7 @@ def test_memory_is_that_of_the_strategies(precision: str, nodes: tuple[int, ...]
     model = ModelSizes(
         tuple(UnitSize(f"h.{place}", P, P // 2, 0, 0, 1e9) for place in range(3)),
         UnitSize("", P, P, 0, 0, 1e9),
+        working_bytes=2 * STEPPED_TOGETHER,  # so that the optimizer's step needs no more
         state_bytes=STATE_BYTES[precision],
     )
     cluster = cluster_for(model, nodes, (AMPLE,) * sum(nodes), has_host=True)
@@ -340,7 +353,8 @@ def test_memory_is_that_of_the_strategies(precision: str, nodes: tuple[int, ...]
         (UnitStore.HOST, "lsdp"),
     ):
         needed, *_ = problem.memory(uniform_counts(problem, store, False))
-        memory = rank_memory(strategy, counts, nodes, state_bytes=STATE_BYTES[precision])[0]
+        each = STATE_BYTES[precision]
+        memory = rank_memory(strategy, counts, nodes, state_bytes=each, activation_bytes=model.working_bytes)[0]
         # The cost model takes all parameters of a unit for its unreduced gradient, also those without one.
         frozen = 0 if store is UnitStore.REPLICATE else (P - P // 2) * STATE_BYTES[precision].unreduced
         assert needed + frozen == memory.device_bytes
@@ -388,17 +402,19 @@ def test_units_that_are_refused(sizes: tuple[float, ...]) -> None:
         (UnitStore.NODE, "lsdp"),
     ],
 )
-def test_memory_of_hosts_is_that_of_the_strategies(store: UnitStore, strategy: str, nodes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("in_heap", [0, P // 4, P])
+def test_memory_of_hosts_is_that_of_the_strategies(
+    store: UnitStore, strategy: str, nodes: tuple[int, ...], in_heap: int
+) -> None:
     """Where ranks compute in host memory, too: what is mapped, waits, or stays in the heap."""
-    units = tuple(UnitSize(f"h.{place}", P, P, 1_000_000, 0, 1e9) for place in range(3))
+    units = tuple(UnitSize(f"h.{place}", P, P, 1_000_000, 0, 1e9, heap_parameters=in_heap) for place in range(3))
     model = ModelSizes(units, UnitSize("", P // 2, P // 2, 0, 0, 1e9))
     placed_on = cluster_for(model, nodes, (AMPLE,) * sum(nodes), streams=False)
     problem = pose_placement(model, placed_on, (2,) * sum(nodes))
     counts = uniform_counts(problem, store, False) or uniform_counts(problem, UnitStore.REPLICATE, False)
     needed = problem.memory(counts)
-    expected = rank_memory(
-        strategy, ModelCounts(7 * P // 2, 7 * P // 2, (P,) * 3), nodes, activation_bytes=6e6, computes_on_hosts=True
-    )
+    sizes = ModelCounts(7 * P // 2, 7 * P // 2, (P,) * 3, in_heap=(in_heap,) * 3)
+    expected = rank_memory(strategy, sizes, nodes, activation_bytes=6e6, computes_on_hosts=True)
     by_rank = {rank: need for row, need in zip(problem.rows, needed, strict=True) for rank in row.ranks}
     for node, size in enumerate(nodes):
         rank = sum(nodes[:node])

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS, default_bucket_bytes
 from accelerate_lshdp.documents.collectives import group_sizes
-from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_BLOCK, LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_END
 from accelerate_lshdp.documents.strategy import Gathered, SharedBy, StrategyTraits, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
@@ -66,11 +66,16 @@ class ModelCounts:
         parameters: all parameters, tied ones once.
         trainable: parameters with gradients and optimizer states.
         units: parameters of each unit, in the order of the forward; the rest belongs to the root.
+        in_heap: of each unit, parameters in tensors that the C library keeps in its heap where they are gathered, see
+            `documents.unit_sizes.MeasuredUnit.heap_parameters`. Empty: none.
+        root_in_heap: such parameters in no unit.
     """
 
     parameters: int
     trainable: int
     units: tuple[int, ...]
+    in_heap: tuple[int, ...] = ()
+    root_in_heap: int = 0
 
     @property
     def root(self) -> int:
@@ -94,7 +99,8 @@ class RankMemory:
         is_offloaded: whether parameters, gradients and optimizer states are in host memory.
         computes_on_hosts: whether ranks compute there, too.
         gathers: whether units are gathered.
-        leaves_holes: whether they are gathered in blocks of the C library's heap, see `leaves_holes`.
+        holes: bytes of the holes that gathered units and their gradients leave in the C library's heap.
+        heap_share: the largest part of a unit that is gathered there, see `bytes_with_holes`.
     """
 
     parameters: float
@@ -108,7 +114,8 @@ class RankMemory:
     is_offloaded: bool
     computes_on_hosts: bool
     gathers: bool
-    leaves_holes: bool
+    holes: float
+    heap_share: float
 
     @property
     def states(self) -> float:
@@ -120,13 +127,13 @@ class RankMemory:
         """Bytes that the C library keeps free, where ranks compute in host memory: the heap's end, and its holes."""
         if not self.computes_on_hosts:
             return 0.0
-        holes = self.gathered + self.unreduced + self.activations if self.leaves_holes else 0.0
+        holes = self.holes + (self.bytes_for_activations - 1) * self.activations
         return holes + (LARGEST_KEPT_END if self.gathers else FREE_IN_HEAP)
 
     @property
     def bytes_for_activations(self) -> int:
         """Bytes for each byte of activations."""
-        return 2 if self.leaves_holes else 1
+        return activation_bytes_with_holes(self.heap_share)
 
     @property
     def device_bytes(self) -> float:
@@ -210,6 +217,7 @@ def rank_memory(
         if is_streamed:
             # In fp32, as each bucket is until it has been copied.
             unreduced += waiting_bytes(counts.trainable * each.gradient, len(nodes))
+        has_holes = computes_on_hosts and gathers and share > 1
         memory.append(
             RankMemory(
                 parameters=(whole + cast) / share,
@@ -223,28 +231,33 @@ def rank_memory(
                 is_offloaded=traits.is_offloaded,
                 computes_on_hosts=computes_on_hosts,
                 gathers=gathers,
-                leaves_holes=(
-                    computes_on_hosts
-                    and gathers
-                    and share > 1
-                    and leaves_holes(max(counts.units, default=counts.root) * each.gathered)
-                ),
+                holes=_holes(traits, counts, each) if has_holes else 0.0,
+                heap_share=_heap_share(counts) if has_holes else 0.0,
             )
         )
     return memory
 
 
-def leaves_holes(unit_bytes: float) -> bool:
-    """Whether gathering units leaves holes in the heap, where ranks compute in host memory.
+def bytes_with_holes(heap_share: float) -> float:
+    """Bytes for each byte of gathered units and of their gradients, where ranks compute in host memory.
 
-    glibc maps large blocks one by one and gives them back. Units that are smaller lie in the heap between activations,
-    are freed in another order than they were allocated, and leave holes that the next ones do not fill. These have
-    been as large as what is in use (`benchmarks/memory.py`).
+    glibc maps large blocks one by one and gives them back. Smaller ones lie in the heap between activations, are freed
+    in another order than they were allocated, and leave holes that the next ones do not fill. These have been as large
+    as what is in use (`benchmarks/memory.py`).
 
     Args:
-        unit_bytes: of the largest unit.
+        heap_share: which part of the units' parameters is in smaller blocks.
     """
-    return unit_bytes / 2 < LARGEST_KEPT_BLOCK  # a unit has two matrices at least, one in and one out
+    return 1 + heap_share
+
+
+def activation_bytes_with_holes(heap_share: float) -> int:
+    """Bytes for each byte of activations beside such units, between whose blocks they lie if most of these are small.
+
+    Args:
+        heap_share: as for `bytes_with_holes`.
+    """
+    return 2 if heap_share > 0.5 else 1
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
@@ -295,9 +308,25 @@ def _of_units(
     of_units = max(2 * one, counts.root) if on_hosts else one
     if is_kept:
         # Autograd adds the gradient of one parameter at a time to those that are kept. One is half of a unit at most,
-        # if the unit has two matrices, as `leaves_holes` supposes, too.
+        # if the unit has two matrices, one in and one out.
         of_units = counts.trainable + 1.5 * one * on_hosts
     return gathered, (of_units + counts.root) * each.unreduced
+
+
+def _holes(traits: StrategyTraits, counts: ModelCounts, each: StateBytes) -> float:
+    """Bytes of holes: as many as small blocks have that come and go with units, see `bytes_with_holes`."""
+    largest = sorted(counts.in_heap, reverse=True)
+    gathered = sum(largest[:2]) if traits.gathered is Gathered.EACH_PASS else 0
+    # Gradients of a unit, and the message of the unit before it, or that of the root, which is reduced last.
+    unreduced = max(2 * sum(largest[:1]), counts.root_in_heap)
+    return gathered * each.gathered + unreduced * each.unreduced
+
+
+def _heap_share(counts: ModelCounts) -> float:
+    """The largest part of a unit that is in small blocks; without units, that of the whole model."""
+    if not counts.units:
+        return counts.root_in_heap / max(1, counts.root)
+    return max((small / max(1, unit) for small, unit in zip(counts.in_heap, counts.units, strict=False)), default=0.0)
 
 
 def _starting(traits: StrategyTraits, whole: float, gradients: float, share: int) -> float:

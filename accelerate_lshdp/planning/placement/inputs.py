@@ -26,9 +26,11 @@ class UnitSize:
         input_bytes: bytes of one sample that are kept instead if its activations are recomputed: those of its input.
         flops: operations of one sample's forward.
         sliceable: its weights that can be gathered in slices. None: it has none.
+        heap_parameters: number of its parameters that are gathered in the C library's heap, see `MeasuredUnit`.
+        largest_parameter: numbers in the largest parameter that is trained. 0: none is.
 
     Raises:
-        PlanningError: a size is negative or not finite, or more is trainable than there is.
+        PlanningError: a size is negative or not finite, or more is trainable, or in the heap, than there is.
     """
 
     name: str
@@ -38,6 +40,8 @@ class UnitSize:
     input_bytes: float
     flops: float
     sliceable: SliceableWeights | None = None
+    heap_parameters: int = 0
+    largest_parameter: int = 0
 
     @property
     def anonymous(self) -> UnitSize:
@@ -55,6 +59,8 @@ class UnitSize:
             unit.input_bytes,
             unit.flops,
             unit.sliceable,
+            unit.heap_parameters,
+            unit.largest_parameter,
         )
 
     def __post_init__(self) -> None:
@@ -66,6 +72,11 @@ class UnitSize:
         if self.trainable > self.parameters:
             raise PlanningError(
                 f'found {self.trainable} trainable parameters of unit "{self.name}", expected at most its'
+                f" {self.parameters}"
+            )
+        if not 0 <= self.heap_parameters <= self.parameters:
+            raise PlanningError(
+                f'found {self.heap_parameters} parameters of unit "{self.name}" in the heap, expected at most its'
                 f" {self.parameters}"
             )
 
@@ -109,6 +120,11 @@ class ModelSizes:
         return sum(unit.trainable for unit in self.everything)
 
     @property
+    def largest_parameter(self) -> int:
+        """Numbers in the largest parameter that is trained."""
+        return max((unit.largest_parameter for unit in self.everything), default=0)
+
+    @property
     def flops(self) -> float:
         """Operations of one sample's forward."""
         return sum(unit.flops for unit in self.everything)
@@ -147,8 +163,8 @@ class PlacementCluster:
         process_bytes: bytes that each rank needs beside parameters, states and activations.
         streams: devices send while they compute. Else only what travels between nodes once a step does (see
             `StrategyTraits.overlaps`), and all other exchanges stop the computing.
-        maps_host_memory: memory is counted as where ranks compute in host memory and those of a node map one copy.
-            None: if they have neither streams nor a device link.
+        counts_states_alone: of memory only parameters, gradients, states and gathered units are counted, as each rank
+            had its own: neither what the ranks of a node map together nor what the optimizer's step needs.
 
     Raises:
         PlanningError: numbers do not match, or a limit is not positive.
@@ -164,7 +180,7 @@ class PlacementCluster:
     host_optimizer_seconds: tuple[float, ...] = ()
     process_bytes: int = 0
     streams: bool = True
-    maps_host_memory: bool | None = None
+    counts_states_alone: bool = False
 
     def __post_init__(self) -> None:
         if not self.nodes or min(self.nodes) < 1:
@@ -186,9 +202,7 @@ class PlacementCluster:
     @property
     def computes_on_hosts(self) -> bool:
         """Whether ranks compute in host memory, which those of a node map together."""
-        if self.maps_host_memory is not None:
-            return self.maps_host_memory
-        return self.device_link is None and not self.streams
+        return self.device_link is None and not self.streams and not self.counts_states_alone
 
     @property
     def world(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
 from accelerate_lshdp.documents.placement import UnitStore
+from accelerate_lshdp.documents.step_memory import stepping_bytes
 from accelerate_lshdp.planning.cost.step_writer import BACKWARD_SHARE
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
@@ -20,6 +21,10 @@ from accelerate_lshdp.planning.placement.problem import (
     UnitKind,
 )
 from accelerate_lshdp.planning.placement.unit_costs import UnitCost, UnitCosts, whole_nanoseconds
+
+
+#: The names of the units of each kind, and the costs of the placements that these may have.
+_Offered = Sequence[tuple[list[str], list[UnitCost]]]
 
 
 def pose_placement(
@@ -58,22 +63,20 @@ def pose_placement(
     for rank, row in enumerate(zip(cluster.node_sizes_of_ranks, micro_batches, cluster.memory_limits, strict=True)):
         ranks.setdefault(row, []).append(rank)
     shapes = [(size, samples) for size, samples, _ in ranks]
-    starts = _starting_rows(model, cluster, ranks, costs, steps > 1)
     hosts = len(cluster.host_limits or ())
     forward = whole_nanoseconds(seconds * (1 - BACKWARD_SHARE)) / model.flops if model.flops else 0.0
     kinds: dict[UnitSize, list[str]] = {}
     for unit in model.everything:
         # Units that differ in nothing but their names are of one kind; the root is one of its own.
         kinds.setdefault(unit if unit is model.root else unit.anonymous, []).append(unit.name)
+    offered = [(names, costs.of(unit, steps > 1)) for unit, names in kinds.items()]
+    starts = _starting_rows(model, cluster, ranks, offered)
     return PlacementProblem(
         _phases(seconds, steps),
-        (*_rows(model, cluster, ranks), *starts.values()),
+        (*_rows(model, cluster, ranks, offered), *starts.values()),
         tuple(
-            UnitKind(
-                tuple(names),
-                tuple(_option(cost, shapes, hosts, list(starts), forward) for cost in costs.of(unit, steps > 1)),
-            )
-            for unit, names in kinds.items()
+            UnitKind(tuple(names), tuple(_option(cost, shapes, hosts, list(starts), forward) for cost in choices))
+            for names, choices in offered
         ),
     )
 
@@ -95,16 +98,27 @@ def _phases(seconds: float, steps: int) -> tuple[Phase, ...]:
 
 
 def _rows(
-    model: ModelSizes, cluster: PlacementCluster, ranks: dict[tuple[int, int, int], list[int]]
+    model: ModelSizes,
+    cluster: PlacementCluster,
+    ranks: dict[tuple[int, int, int], list[int]],
+    offered: _Offered,
 ) -> tuple[MemoryRow, ...]:
     """The rows of ranks with different needs, then of hosts."""
+    # On CPUs torch steps one parameter after the other, or with kernels that need no memory.
+    each = model.state_bytes.parameter
+    stepping = stepping_bytes(each * model.trainable, each * model.largest_parameter)
+    if not cluster.streams or cluster.counts_states_alone:
+        stepping = 0.0
+    least = sum(len(names) * min(cost.sample_bytes for cost in choices) for names, choices in offered)
     rows = [
         MemoryRow(
             "rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""),
             limit,
             cluster.process_bytes
             + (FREE_IN_HEAP if cluster.computes_on_hosts else 0)
-            + math.ceil(samples * model.working_bytes),
+            + math.ceil(samples * model.working_bytes)
+            # When the optimizer steps, activations are free, but for outputs (logits) that the script still holds.
+            + math.ceil(max(0.0, stepping - samples * (model.working_bytes / 2 + least))),
             (2, 2 if cluster.computes_on_hosts else 1, samples),
             tuple(own),
         )
@@ -118,8 +132,7 @@ def _starting_rows(
     model: ModelSizes,
     cluster: PlacementCluster,
     ranks: dict[tuple[int, int, int], list[int]],
-    costs: UnitCosts,
-    accumulates: bool,
+    offered: _Offered,
 ) -> dict[int, MemoryRow]:
     """The rows of ranks at the start, by node size: where they compute in host memory, with the script's whole model.
 
@@ -134,8 +147,8 @@ def _starting_rows(
     for size in sorted(set(cluster.nodes)):
         limits = {limit: own for (node, _, limit), own in ranks.items() if node == size}
         least = min(limits)
-        most = [max(cost.start_bytes[size] for cost in costs.of(unit, accumulates)) for unit in model.everything]
-        if whole + sum(map(math.ceil, most)) > least:
+        most = [len(names) * math.ceil(max(cost.start_bytes[size] for cost in costs)) for names, costs in offered]
+        if whole + sum(most) > least:
             rows[size] = MemoryRow(f"the start of rank {limits[least][0]}", least, whole, (0, 0, 0))
     return rows
 

@@ -19,7 +19,12 @@ from itertools import product
 
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
-from accelerate_lshdp.planning.cost.memory import leaves_holes, passing_bytes, waiting_bytes
+from accelerate_lshdp.planning.cost.memory import (
+    activation_bytes_with_holes,
+    bytes_with_holes,
+    passing_bytes,
+    waiting_bytes,
+)
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
@@ -158,9 +163,8 @@ class UnitCosts:
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
                 needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
             kept[size] = needed
-        # What is in use is as much again in holes.
-        has_holes = self.cluster.computes_on_hosts and not is_whole and leaves_holes(gathered + one_slice)
-        in_heap = 2 if has_holes else 1
+        heap_share = self._heap_share(unit, slices) if not is_whole else 0.0
+        with_holes, beside_holes = bytes_with_holes(heap_share), activation_bytes_with_holes(heap_share)
         stays = is_whole or is_root or store is UnitStore.WORLD_KEPT
         activations, recomputed = unit.activation_bytes, unit.flops if placement.checkpoint else 0.0
         if slices > 1 and unit.sliceable.loss_bytes is not None:
@@ -175,15 +179,23 @@ class UnitCosts:
             0 if is_late else whole_nanoseconds(optimizer),
             kept,
             math.ceil(states + (gathered if each.gathered != each.parameter else 0.0)) if on_host else 0,
-            in_heap * (unit.input_bytes if placement.checkpoint else activations),
+            beside_holes * (unit.input_bytes if placement.checkpoint else activations),
             recomputed,
             (
-                math.ceil(in_heap * (one_slice + (0.0 if stays else gathered))),
-                math.ceil(in_heap * (its_gradient + self._unreduced(store, unreduced, is_whole, is_root))),
-                math.ceil(in_heap * unit.activation_bytes) if placement.checkpoint else 0,
+                math.ceil(with_holes * (one_slice + (0.0 if stays else gathered))),
+                math.ceil(with_holes * (its_gradient + self._unreduced(store, unreduced, is_whole, is_root))),
+                math.ceil(beside_holes * unit.activation_bytes) if placement.checkpoint else 0,
             ),
             {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},
         )
+
+    def _heap_share(self, unit: UnitSize, slices: int) -> float:
+        """Which part of a unit is gathered in the C library's heap, slices as if they all were."""
+        if not self.cluster.computes_on_hosts:
+            return 0.0
+        if slices > 1:  # how large those of each weight are is not known
+            return 1.0
+        return unit.heap_parameters / max(1, unit.parameters)
 
     def _starting(self, unit: UnitSize, store: UnitStore, share: int) -> float:
         """Bytes that are made of a unit at the start on a rank, while the script's own copy is still there."""
