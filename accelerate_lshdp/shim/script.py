@@ -28,6 +28,13 @@ from accelerate_lshdp.shim.changes import change_accelerate, use_plan
 
 
 _USAGE_ERROR = 2
+#: What torch says of an operation with a sharded and a whole tensor, and what a script that has it can do.
+_MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
+_OF_MIXED_TENSORS = (
+    "accelerate_lshdp: under the plan's strategy a rank has a part of each parameter, and the script computes with one"
+    " beside a whole tensor: in an average of weights (EMA), or in a method of the model other than its forward."
+    " Train under lsdp or ddp, which keep parameters whole; docs/troubleshooting.md says more."
+)
 _ENTRY_POINT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "run.py")
 
 
@@ -119,12 +126,17 @@ def _has_safe_path() -> bool:
 
 
 def _hide_own_frames() -> None:
-    """Lets the interpreter show the exception that is on its way out without the frames of this package."""
+    """Lets the interpreter show the exception that is on its way out without the frames of this package.
+
+    Behind it stands what to do, if torch's own words do not say so.
+    """
     show = sys.excepthook  # scripts and torch set their own
 
     def show_the_scripts(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         error.__traceback__ = _without_own_frames(traceback)
         show(kind, error, error.__traceback__)
+        if _MIXED_TENSORS in str(error):
+            print(_OF_MIXED_TENSORS, file=sys.stderr)
 
     sys.excepthook = show_the_scripts
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from training_cases import collate, relative_error, tiny_gpt2
 
 from accelerate_lshdp import LSHDPAccelerator
+from accelerate_lshdp.shim import script
 
 
 SHARDED = [("collectives", (2,)), ("collectives", (1, 1)), ("fsdp", (2,)), ("zero2", (2,))]
@@ -275,3 +276,16 @@ def train_critic(strategy: str) -> list[float]:
 def test_gradients_of_gradients_and_averaged_models_where_parameters_are_whole(workers, strategy, nodes):
     for errors in workers(2).run(train_critic, strategy, nodes=nodes):
         assert max(errors) <= 1e-12
+
+
+def average_by_hand(strategy: str) -> None:
+    _, model, _, _ = prepare(strategy, Odd(plain=True), torch.optim.SGD, (1, 1))
+    for average, parameter in zip(Odd(plain=True).parameters(), model.parameters(), strict=True):
+        average.data.lerp_(parameter.data, 0.1)
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("fsdp", (2,)), ("zero2", (2,))])
+def test_averages_of_shards_are_refused_by_torch(workers, strategy, nodes):
+    """In the words behind which the shim says what to do."""
+    errors = workers(2).run(average_by_hand, strategy, nodes=nodes, expect_failure=True)
+    assert all(script._MIXED_TENSORS in error.message for error in errors)

@@ -170,6 +170,21 @@ def test_exit_code_and_traceback_are_the_scripts(
 
 
 @pytest.mark.usefixtures("without_accelerator")
+def test_what_to_do_stands_behind_errors_of_shards(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    """torch's words are those that `test_averages_of_shards_are_refused_by_torch` gets."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    script = tmp_path / "script.py"
+    for words, is_explained in ((f"aten.add_: {run._MIXED_TENSORS}, need to convert", True), ("another", False)):
+        script.write_text(f"raise RuntimeError({words!r})")
+        with pytest.raises(RuntimeError) as caught:
+            run.main([str(script)])
+        sys.excepthook(caught.type, caught.value, caught.tb.tb_next)
+        assert ("Train under lsdp or ddp" in capfd.readouterr().err.splitlines()[-1]) == is_explained
+
+
+@pytest.mark.usefixtures("without_accelerator")
 def test_own_exception_hook_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     script = tmp_path / "script.py"
