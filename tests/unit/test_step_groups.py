@@ -27,6 +27,7 @@ OPTIMIZERS = [
     (torch.optim.NAdam, {}),
     (torch.optim.RAdam, {}),
     (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.Rprop, {}),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
 ]
 

@@ -314,7 +314,7 @@ def _of_units(
 
 
 def _holes(traits: StrategyTraits, counts: ModelCounts, each: StateBytes) -> float:
-    """Bytes of holes: as many as small blocks have that come and go with units, see `bytes_with_holes`."""
+    """Bytes of the heap's holes: as many as the small blocks have that come and go with units (`bytes_with_holes`)."""
     largest = sorted(counts.in_heap, reverse=True)
     gathered = sum(largest[:2]) if traits.gathered is Gathered.EACH_PASS else 0
     # Gradients of a unit, and the message of the unit before it, or that of the root, which is reduced last.
