@@ -2,11 +2,14 @@
 """Do real processes take the memory that is predicted for them?
 
     python benchmarks/memory.py --nodes 2,2 --strategies ddp,lsdp,group_sharding,fsdp,zero2,fsdp_offload
+    python benchmarks/memory.py --nodes 1,2 --limits 0.6,0.75,0.9,1.1
 
-Trains a transformer of 42 M parameters for three steps under each strategy, on CPU ranks of this machine, and prints
-for each node the bytes that its ranks took above those that they had before the model (the kernel counts them), the
-prediction, its terms, and the ratio. The exit code is 1 if a prediction is below what was taken, or more than 15 %
-above it. It needs root on Linux with memory control groups (version 1).
+Trains a transformer of 42 M parameters for three steps under each strategy, on CPU ranks of this machine, and under
+placements of single blocks that are planned for some limits: shares of what `lsdp` is predicted to take. It prints for
+each node the bytes that its ranks took above those that they had before the model (the kernel counts them), the
+prediction, the ratio, and the terms of the prediction, which those of a placement are not split into. The exit code is
+1 if a prediction is below what was taken, or more than 15 % above it. It needs root on Linux with memory control
+groups (version 1).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memory_runs.launch import NodeRun, train
-from memory_runs.prediction import uniform
+from memory_runs.prediction import placed, planned, uniform
 
 from accelerate_lshdp import Plan
 from accelerate_lshdp.planning.cost.memory import RankMemory
@@ -37,7 +40,7 @@ class NodeRow:
         node: number of the node.
         base: bytes before the model.
         taken: the most bytes above them.
-        terms: bytes of each of `TERMS`, as predicted.
+        terms: bytes of each of `TERMS`, as predicted; empty where they are not known.
         predicted: bytes of all ranks, as predicted.
     """
 
@@ -55,22 +58,24 @@ class NodeRow:
 
 
 def node_rows(
-    strategy: str, nodes: Sequence[int], runs: Sequence[NodeRun], memory: Sequence[RankMemory]
+    name: str, nodes: Sequence[int], runs: Sequence[NodeRun], ranks: Sequence[RankMemory | int]
 ) -> list[NodeRow]:
-    """One row for each node."""
+    """One row for each node.
+
+    Args:
+        name: of the strategy.
+        nodes: ranks on each node.
+        runs: what each node took.
+        ranks: what is predicted for each rank, by terms or in all.
+    """
     rows = []
     for node, size in enumerate(nodes):
-        own = memory[sum(nodes[:node]) :][:size]
-        rows.append(
-            NodeRow(
-                strategy,
-                node,
-                runs[node].base,
-                runs[node].peak,
-                {term: sum(getattr(rank, term) for rank in own) for term in TERMS},
-                sum(rank.total_bytes for rank in own),
-            )
-        )
+        own = ranks[sum(nodes[:node]) :][:size]
+        terms = {}
+        if isinstance(own[0], RankMemory):
+            terms = {term: sum(getattr(rank, term) for rank in own) for term in TERMS}
+            own = [rank.total_bytes for rank in own]
+        rows.append(NodeRow(name, node, runs[node].base, runs[node].peak, terms, sum(own)))
     return rows
 
 
@@ -83,25 +88,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", default="2,2", help="ranks on each node (default: 2,2)")
     parser.add_argument("--strategies", default="ddp,lsdp,group_sharding,fsdp,zero2,fsdp_offload")
+    parser.add_argument("--limits", default="", help="of placements that are planned, as shares of what lsdp takes")
     parser.add_argument("--batch-size", type=int, default=4, help="samples of each rank (default: 4)")
     parser.add_argument("--width", type=int, default=512, help="of the model (default: 512)")
     parser.add_argument("--blocks", type=int, default=12, help="of the model (default: 12)")
     options = parser.parse_args(arguments)
     nodes = tuple(map(int, options.nodes.split(",")))
     model = {"blocks": options.blocks, "width": options.width, "vocabulary": 4096, "tokens": 64}
-    names = options.strategies.split(",")
-    plans = [Plan.from_batch_sizes([options.batch_size] * sum(nodes), strategy=name) for name in names]
-    jobs = [{"plan": plan.to_dict(), "model": model, "steps": STEPS} for plan in plans]
+    sizes = [options.batch_size] * sum(nodes)
+    cases: list[tuple[str, Plan, Sequence[RankMemory | int]]] = []
+    for name in filter(None, options.strategies.split(",")):
+        plan = Plan.from_batch_sizes(sizes, strategy=name)
+        cases.append((name, plan, uniform(model, plan, nodes)))
+    most = max(rank.total_bytes for rank in uniform(model, Plan.from_batch_sizes(sizes, strategy="lsdp"), nodes))
+    for share in map(float, filter(None, options.limits.split(","))):
+        plan = planned(model, options.batch_size, nodes, int(share * most))
+        cases.append((f"osdp in {share}", plan, placed(model, plan, nodes)))
     rows = []
-    for name, plan, job in zip(names, plans, jobs, strict=True):
+    for name, plan, memory in cases:
         # In processes of its own, as a run is: what an earlier training has freed would be taken again.
-        (runs,) = train([job], nodes)
-        rows += node_rows(name, nodes, runs, uniform(model, plan, nodes))
+        (runs,) = train([{"plan": plan.to_dict(), "model": model, "steps": STEPS}], nodes)
+        rows += node_rows(name, nodes, runs, memory)
     print("MB above the base | strategy | node | base | taken | predicted | ratio | " + " | ".join(TERMS))
     for row in rows:
         figures = [row.base, row.taken, row.predicted]
         words = [row.strategy, str(row.node), *(f"{value / 1e6:.0f}" for value in figures), f"{row.ratio:.3f}"]
-        print(" | ".join(["", *words, *(f"{row.terms[term] / 1e6:.0f}" for term in TERMS)]))
+        print(" | ".join(["", *words, *(f"{row.terms[term] / 1e6:.0f}" if row.terms else "" for term in TERMS)]))
     return int(not all(1.0 <= row.ratio <= MOST_ABOVE for row in rows))
 
 

@@ -71,8 +71,6 @@ class MeasuredUnit(Record):
             first of them, so that the sum over the units and the root is what the model keeps.
         input_bytes: bytes of one sample that are kept instead if it recomputes its activations: those of its input.
         flops: operations of one sample's forward; a multiplication and an addition are two.
-        heap_parameters: number of its parameters in tensors of less than `documents.host_memory.LARGEST_KEPT_BLOCK`,
-            which the C library keeps in its heap where they are gathered in host memory.
         largest_parameter: numbers in the largest parameter that has gradients; an optimizer steps it in one go.
         sliceable: its weights with at least `LEAST_SLICEABLE_ROWS` rows that operators can take in slices. None: it
             has none, or a weight that would be in slices is used by other operators, too.
@@ -84,7 +82,6 @@ class MeasuredUnit(Record):
     activation_bytes: float = entry(number())
     input_bytes: float = entry(number())
     flops: float = entry(number())
-    heap_parameters: int = entry(integer(most=LARGEST_COUNT))
     largest_parameter: int = entry(integer(most=LARGEST_COUNT))
     sliceable: SliceableWeights | None = entry(optional(record(SliceableWeights)), default=None, omit=True)
 
@@ -95,11 +92,6 @@ class MeasuredUnit(Record):
             raise PlanError(
                 f"found {self.trainable} trainable parameters, expected at most all {self.parameters}.",
                 path="trainable",
-            )
-        if self.heap_parameters > self.parameters:
-            raise PlanError(
-                f"found {self.heap_parameters} parameters in small tensors, expected at most all {self.parameters}.",
-                path="heap_parameters",
             )
         if self.largest_parameter > self.trainable:
             raise PlanError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accelerate_lshdp.engine.local_gradients import LocalGradients
+from accelerate_lshdp.runtime.heap_bound import HeapBound
 
 
 class BackwardState:
@@ -21,9 +22,12 @@ class BackwardState:
             `Flow.deliver`.
         took_part: whether autograd produced gradients for the model since the last one was begun.
         local: the gradients that this rank holds alone.
+        heap: looked at as gradients are made, and before units are gathered. None: on devices, or where the user has
+            tuned the C library.
     """
 
     def __init__(self) -> None:
+        self.heap: HeapBound | None = None
         self.in_backward = False
         self.bypassed = False
         self.is_alone = True
@@ -40,6 +44,13 @@ class BackwardState:
             self.bypassed = True
         self.took_part = True
         self._used.add(index)
+        self.check_heap()
+
+    def check_heap(self) -> None:
+        """Says that memory was allocated and freed."""
+        # Not while a model is compiled: its graph has no place for it.
+        if self.heap is not None and not torch.compiler.is_compiling():
+            self.heap.check()
 
     def begin(self, parameters: Sequence[nn.Parameter], has_gradients: bool) -> None:
         """Begins a backward.

@@ -28,6 +28,7 @@ from accelerate_lshdp.engine.stores.shared.ownership import (
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.cpu_binding import apply_thread_share
 from accelerate_lshdp.runtime.cpu_memory import give_back_freed_memory, keep_freed_memory
+from accelerate_lshdp.runtime.heap_bound import heap_bound
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -100,9 +101,10 @@ class Engine:
                 self._replaced[id(parameter)] = (weakref.ref(parameter), after[name])
         self.models.append(prepared)
         if self.placement.device.type == "cpu":
-            keep_freed_memory(gathers=self.policies.is_sharded)
+            is_told = keep_freed_memory(gathers=self.policies.is_sharded)
             # What a model was made of before its parameters moved to shared memory would stay for the whole run.
             give_back_freed_memory()
+            prepared.state.heap = heap_bound() if is_told else None
         elif self.policies.is_offloaded:
             apply_thread_share()  # optimizers step on the host
         return prepared

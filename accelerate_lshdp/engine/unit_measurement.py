@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK
 from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
 from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.engine.stores.sliced.uses import WeightUses
@@ -29,7 +28,6 @@ from accelerate_lshdp.engine.units import choose_units
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 _ROOT = -1
-_BYTES_OF_HALF_PRECISION = 2
 
 
 @dataclass(slots=True)
@@ -103,7 +101,6 @@ def measure_units(
             each(lambda saved: saved.by_unit, unit),
             each(lambda saved: saved.inputs, unit),
             operations.get(unit, 0) / samples[0],
-            sum(parameter.numel() for parameter in own if _is_in_heap(parameter, mixed_precision)),
             max((parameter.numel() for parameter in own if parameter.requires_grad), default=0),
             few_uses.sliceable(own),
         )
@@ -264,12 +261,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     # Batches of transformers are mappings of a class of their own, whose values the tree does not know.
     values = list(tree.values()) if isinstance(tree, Mapping) else tree
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_in_heap(parameter: nn.Parameter, mixed_precision: str) -> bool:
-    """Whether a parameter is gathered in a block of the C library's heap, in the precision of the forward."""
-    bytes_each = parameter.element_size() if mixed_precision == "no" else _BYTES_OF_HALF_PRECISION
-    return parameter.numel() * bytes_each < LARGEST_KEPT_BLOCK
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from accelerate_lshdp.documents.collectives import group_sizes
+from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS
 from accelerate_lshdp.documents.network import LinkCost
 from accelerate_lshdp.documents.plan_sections import POWERSGD_RANK
 from accelerate_lshdp.documents.strategy import STRATEGIES as ALL_STRATEGIES
@@ -247,7 +248,7 @@ class _Estimator:
         if node.memory_bytes is not None:
             room = node.memory_bytes * _USABLE - host
             if device is None:
-                rooms.append(room / node.ranks / (each * empty.bytes_for_activations))
+                rooms.append(room / node.ranks / (each * (1 + HOLES_OF_ACTIVATIONS)))
             elif room < 0:
                 return 0
         return int(min([self.total, *(max(0.0, room) for room in rooms)]))

@@ -51,8 +51,6 @@ class MeasuredModel:
             sum(unit.parameters for unit in everything),
             sum(unit.trainable for unit in everything),
             tuple(unit.parameters for unit in self.units.units),
-            tuple(unit.heap_parameters for unit in self.units.units),
-            self.units.root.heap_parameters,
         )
 
     @property

@@ -4,7 +4,7 @@
 Every step frees its activations and gradients, tens to hundreds of megabytes. glibc gives what lies at the end of the
 heap back to the kernel, which has to find and clear the same pages again in the next step: some ten thousand page
 faults a step, 2 to 4 % of the processor's time for a ViT of 14 M parameters. So where nothing but activations and
-gradients comes and goes, all of it is kept.
+gradients comes and goes, all of it is kept, within the bound of `runtime.heap_bound`.
 
 Strategies that gather units free the gathered parameters, too. In the heap these would leave holes that the next ones,
 a little larger, do not fit: gathered units of FSDP2 then take three times the memory that is in use at a time (11.9

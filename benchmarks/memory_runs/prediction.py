@@ -13,14 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_lshdp import Plan
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.host_memory import LARGEST_KEPT_BLOCK
 from accelerate_lshdp.documents.network import LinkCost
+from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.engine.unit_measurement import saved_bytes
 from accelerate_lshdp.estimation.model_measurement import output_loss
 from accelerate_lshdp.planning.cost.memory import ModelCounts, RankMemory, rank_memory
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
-from accelerate_lshdp.planning.placement.options import pose_placement
+from accelerate_lshdp.planning.placement.options import pose_placement, uniform_placements
 from accelerate_lshdp.planning.placement.problem import PlacementProblem
+from accelerate_lshdp.planning.placement.result import units_of
+from accelerate_lshdp.planning.placement.search import solve
 
 
 _LARGEST = 64
@@ -31,8 +33,7 @@ def uniform(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[
     model = model_sizes(**sizes)
     everything = sum(unit.parameters for unit in model.everything)
     units = tuple(unit.parameters for unit in model.units)
-    in_heap = tuple(unit.heap_parameters for unit in model.units)
-    counts = ModelCounts(everything, everything, units, in_heap, model.root.heap_parameters)
+    counts = ModelCounts(everything, everything, units)
     sample = model.working_bytes + sum(unit.activation_bytes for unit in model.everything)
     ranks = plan.batch.ranks
     places = [node for node, size in enumerate(nodes) for _ in range(size)]
@@ -62,12 +63,27 @@ def placed(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[i
     return [by_rank[rank] for rank in range(sum(nodes))]
 
 
-def cluster_of(nodes: Sequence[int]) -> PlacementCluster:
-    """CPU nodes without limits; the seconds are of no meaning."""
+def planned(sizes: Mapping[str, Any], samples: int, nodes: Sequence[int], limit: int) -> Plan:
+    """The plan with the fastest placement that the planner finds in some bytes for each rank.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    world = sum(nodes)
+    problem = pose_placement(model_sizes(**sizes), cluster_of(nodes, limit), [samples] * world)
+    solution = solve(problem, known=uniform_placements(problem))
+    if solution is None:
+        raise ValueError(f"found a limit of {limit} bytes for each rank, expected one that some placement fits")
+    placement = ModelPlacement(units=units_of(problem, solution))
+    return Plan.from_batch_sizes([samples] * world, strategy="osdp", placement=placement)
+
+
+def cluster_of(nodes: Sequence[int], limit: int = 2**40) -> PlacementCluster:
+    """CPU nodes whose ranks have some bytes each; the seconds are of no meaning but that all links cost some."""
     return PlacementCluster(
         tuple(nodes),
         (RankProfile(TimeCurve((1, _LARGEST), (1.0, float(_LARGEST))), _LARGEST),) * sum(nodes),
-        (2**40,) * sum(nodes),
+        (limit,) * sum(nodes),
         LinkCost(1e-4, 1e-9),
         LinkCost(1e-5, 1e-10),
         streams=False,
@@ -85,7 +101,7 @@ def _counts(problem: PlacementProblem, plan: Plan) -> list[list[int]]:
 def model_sizes(blocks: int, width: int, vocabulary: int, tokens: int) -> ModelSizes:
     """The sizes of a `Transformer`; the activations of a block are those by which a model with one more differs."""
     whole, fewer = (_measure(number, width, vocabulary, tokens) for number in (blocks, blocks - 1))
-    block, of_block, small = (whole[each] - fewer[each] for each in ("parameters", "activations", "in_heap"))
+    block, of_block = (whole[each] - fewer[each] for each in ("parameters", "activations"))
     units = tuple(
         UnitSize(
             f"blocks.{number}",
@@ -94,20 +110,19 @@ def model_sizes(blocks: int, width: int, vocabulary: int, tokens: int) -> ModelS
             of_block,
             4.0 * tokens * width,
             6.0 * tokens * block,
-            heap_parameters=small,
         )
         for number in range(blocks)
     )
     rest = whole["parameters"] - blocks * block
-    kept, in_heap = whole["activations"] - blocks * of_block, whole["in_heap"] - blocks * small
-    root = UnitSize("", rest, rest, kept, 0.0, 6.0 * tokens * rest, heap_parameters=in_heap)
+    kept = whole["activations"] - blocks * of_block
+    root = UnitSize("", rest, rest, kept, 0.0, 6.0 * tokens * rest)
     # The gradient of the largest activation, and the one that it is computed from.
     return ModelSizes(units, root, working_bytes=2.0 * whole["largest"])
 
 
 @functools.cache
 def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> dict[str, int]:
-    """Parameters, those in the heap, bytes that one sample keeps for its backward, and the largest tensor of these."""
+    """Parameters, bytes that one sample keeps for its backward, and the largest tensor of these."""
     with FakeTensorMode():
         model = Transformer(blocks, width, vocabulary, tokens)
         saved = []
@@ -117,7 +132,6 @@ def _measure(blocks: int, width: int, vocabulary: int, tokens: int) -> dict[str,
     one, two = saved
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "in_heap": sum(p.numel() for p in model.parameters() if p.nbytes < LARGEST_KEPT_BLOCK),
         "activations": two.total - one.total,
         "largest": two.largest() - one.largest(),
     }

@@ -34,7 +34,25 @@ def random_job(seed: int, nodes: tuple[int, ...], blocks: int = 12) -> dict[str,
         "tokens": rng.choice((16, 32, 64)),
     }
     steps = rng.choice((1, 1, 2))
-    sizes = [(rng.randint(1, 6), steps) for _ in range(sum(nodes))]
+    return _job(rng, nodes, model, [(rng.randint(1, 6), steps) for _ in range(sum(nodes))])
+
+
+def large_job(seed: int, nodes: tuple[int, ...]) -> dict[str, Any]:
+    """A job as of `random_job` with more blocks and more samples: there is more that leaves holes in the heap."""
+    rng = random.Random(seed)
+    model = {
+        "blocks": rng.choice((16, 24, 32)),
+        "width": rng.choice((256, 384, 512)),
+        "vocabulary": rng.choice((512, 2048)),
+        "tokens": rng.choice((32, 64)),
+    }
+    return _job(rng, nodes, model, [(rng.choice((2, 8, 16)), rng.choice((1, 2)))] * sum(nodes))
+
+
+def _job(
+    rng: random.Random, nodes: tuple[int, ...], model: dict[str, int], sizes: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """A job with some strategy, or placements of single blocks."""
     if rng.random() < 0.5:
         strategy = rng.choice([own for own in Strategy if own is not Strategy.OSDP])
         plan = Plan.from_batch_sizes(sizes, strategy=strategy)

@@ -63,8 +63,8 @@ def counts_of(problem: PlacementProblem, placement: ModelPlacement) -> list[list
     return counts
 
 
-def test_batches_grow_within_the_limit_also_where_memory_has_holes() -> None:
-    # Units of 2 MB, which the C library keeps in its heap, with large activations.
+def test_batches_grow_within_the_limit_also_where_activations_have_holes() -> None:
+    # Large activations, between which the C library's heap has holes where units are replicated.
     units = tuple(UnitSize(f"h.{place}", 500_000, 500_000, 4_000_000, 200_000, 1e9) for place in range(4))
     model = ModelSizes(units, UnitSize("", 1000, 1000, 1000, 0, 1e6), working_bytes=1e6)
     cluster = cluster_of(model, 400e6, on_hosts=True)

@@ -49,11 +49,11 @@ def model(parameters: int = 100_000_000, activations: float = 50e6) -> MeasuredM
     side, each = int((parameters / 10) ** 0.5), parameters * 9 // 100
     flops = 2.0 * parameters * 100
     units = tuple(
-        MeasuredUnit((f"h.{place}",), each, each, activations / 10, activations / 100, flops / 10, 0, each)
+        MeasuredUnit((f"h.{place}",), each, each, activations / 10, activations / 100, flops / 10, each)
         for place in range(10)
     )
     rest = parameters - 10 * each
-    root = MeasuredUnit(("",), rest, rest, 0, 0, 0, 0, rest)
+    root = MeasuredUnit(("",), rest, rest, 0, 0, 0, rest)
     return MeasuredModel("a model", ModelUnits(units, root, 0), ((side, side),) * 10, 3 * flops)
 
 

@@ -29,7 +29,6 @@ def unit(*modules: str, parameters: int = 7_000_000, activations: float = 40e6) 
         "activation_bytes": activations,
         "input_bytes": activations / 10,
         "flops": 3e9,
-        "heap_parameters": 0,
         "largest_parameter": parameters // 3,
     }
     return {"modules": list(modules), "parameters": parameters, "trainable": parameters, **sizes}

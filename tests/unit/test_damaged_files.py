@@ -116,10 +116,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def unplaced(*_: object, **__: object) -> None:
         raise PlanningError("nothing is placed here")
 
-    units = tuple(
-        MeasuredUnit((f"h.{place}",), 9 * 10**6, 9 * 10**6, 5e6, 1e6, 2e9, 10**5, 10**6) for place in range(10)
-    )
-    root = MeasuredUnit(("",), 10**7, 10**7, 0, 0, 0, 0, 10**7)
+    units = tuple(MeasuredUnit((f"h.{place}",), 9 * 10**6, 9 * 10**6, 5e6, 1e6, 2e9, 10**6) for place in range(10))
+    root = MeasuredUnit(("",), 10**7, 10**7, 0, 0, 0, 10**7)
     measured = MeasuredModel("a model", ModelUnits(units, root, 0), ((3000, 3000),) * 10, 6e10)
     monkeypatch.setattr("accelerate_lshdp.cli.main.make_parser", _parser)
     monkeypatch.setattr("accelerate_lshdp.cli.launch._accelerate_launch", stop)

@@ -146,21 +146,6 @@ def test_tied_frozen_and_unused_blocks() -> None:
     assert ModelUnits.read(units.to_dict()) == units
 
 
-@pytest.mark.parametrize("precision, small", [("no", 1020), ("bf16", 1020 + 1024 * 1024)])
-def test_small_tensors_are_counted_in_the_precision_of_the_forward(precision: str, small: int) -> None:
-    """One of 4 MiB in fp32 is mapped, one of 2 MiB is not."""
-    model = nn.ModuleDict({"large": nn.Linear(1024, 1024, bias=False), "small": nn.Linear(1020, 1, bias=False)})
-
-    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model["large"](batch).sum() + model["small"](batch[:, :1020]).sum()
-
-    batches = [torch.ones(samples, 1024) for samples in (1, 2)]
-    units, _ = measure_units(model, batches, (1, 2), loss_of, mixed_precision=precision)
-    everything = (*units.units, units.root)
-    assert sum(unit.heap_parameters for unit in everything) == small
-    assert max(unit.largest_parameter for unit in everything) == 1024 * 1024
-
-
 def test_states_have_the_type_of_the_parameters() -> None:
     single, double = ModelSizes.of(measured_by_hand()), ModelSizes.of(measured_by_hand(torch.float64))
     assert single.state_bytes == StateBytes() and double.state_bytes == StateBytes(8, 8, 16, 8, 8)

@@ -13,7 +13,7 @@ device, bucket by bucket, until they are copied.
 Where ranks compute in host memory, more is counted, and compared with real processes by `benchmarks/memory.py`: the
 ranks of a node map one copy of what they share, and gather nothing inside it; gradients wait for the ranks of the node
 that add theirs first; the message of the last unit's gradients stays until the next one's; and the C library keeps
-freed blocks (`runtime.cpu_memory`). On devices these are within what estimates leave free.
+some freed blocks (`runtime.heap_bound`). On devices these are within what estimates leave free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS, default_bucket_bytes
 from accelerate_lshdp.documents.collectives import group_sizes
-from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP, LARGEST_KEPT_END
+from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS, free_in_heap
 from accelerate_lshdp.documents.strategy import Gathered, SharedBy, StrategyTraits, strategy_traits
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 
@@ -66,16 +66,11 @@ class ModelCounts:
         parameters: all parameters, tied ones once.
         trainable: parameters with gradients and optimizer states.
         units: parameters of each unit, in the order of the forward; the rest belongs to the root.
-        in_heap: of each unit, parameters in tensors that the C library keeps in its heap where they are gathered, see
-            `documents.unit_sizes.MeasuredUnit.heap_parameters`. Empty: none.
-        root_in_heap: such parameters in no unit.
     """
 
     parameters: int
     trainable: int
     units: tuple[int, ...]
-    in_heap: tuple[int, ...] = ()
-    root_in_heap: int = 0
 
     @property
     def root(self) -> int:
@@ -98,9 +93,7 @@ class RankMemory:
         starting: parameters before they are shared, with what is made of them: needed at the start, not later.
         is_offloaded: whether parameters, gradients and optimizer states are in host memory.
         computes_on_hosts: whether ranks compute there, too.
-        gathers: whether units are gathered.
-        holes: bytes of the holes that gathered units and their gradients leave in the C library's heap.
-        heap_share: the largest part of a unit that is gathered there, see `bytes_with_holes`.
+        free: freed memory that the C library keeps there, beside holes between activations.
     """
 
     parameters: float
@@ -113,9 +106,7 @@ class RankMemory:
     starting: float
     is_offloaded: bool
     computes_on_hosts: bool
-    gathers: bool
-    holes: float
-    heap_share: float
+    free: float
 
     @property
     def states(self) -> float:
@@ -124,16 +115,8 @@ class RankMemory:
 
     @property
     def heap(self) -> float:
-        """Bytes that the C library keeps free, where ranks compute in host memory: the heap's end, and its holes."""
-        if not self.computes_on_hosts:
-            return 0.0
-        holes = self.holes + (self.bytes_for_activations - 1) * self.activations
-        return holes + (LARGEST_KEPT_END if self.gathers else FREE_IN_HEAP)
-
-    @property
-    def bytes_for_activations(self) -> int:
-        """Bytes for each byte of activations."""
-        return activation_bytes_with_holes(self.heap_share)
+        """Bytes that the C library keeps free, where ranks compute in host memory."""
+        return self.free + HOLES_OF_ACTIVATIONS * self.activations if self.computes_on_hosts else 0.0
 
     @property
     def device_bytes(self) -> float:
@@ -217,11 +200,14 @@ def rank_memory(
         if is_streamed:
             # In fp32, as each bucket is until it has been copied.
             unreduced += waiting_bytes(counts.trainable * each.gradient, len(nodes))
-        has_holes = computes_on_hosts and gathers and share > 1
+        coming = 0.0
+        if computes_on_hosts and gathers and traits.gathered is Gathered.EACH_PASS:
+            # FSDP2 makes them anew in each step, as activations go. Some of these exist only in the backward, though.
+            coming = min(gradients, (1 + HOLES_OF_ACTIVATIONS) * activation_bytes / 2)
         memory.append(
             RankMemory(
                 parameters=(whole + cast) / share,
-                gradients=gradients,
+                gradients=gradients - coming,
                 optimizer=counts.trainable * each.optimizer / share,
                 gathered=gathered,
                 unreduced=unreduced,
@@ -230,34 +216,10 @@ def rank_memory(
                 starting=_starting(traits, whole, gradients, share) if computes_on_hosts else 0.0,
                 is_offloaded=traits.is_offloaded,
                 computes_on_hosts=computes_on_hosts,
-                gathers=gathers,
-                holes=_holes(traits, counts, each) if has_holes else 0.0,
-                heap_share=_heap_share(counts) if has_holes else 0.0,
+                free=free_in_heap(whole) if computes_on_hosts else 0.0,
             )
         )
     return memory
-
-
-def bytes_with_holes(heap_share: float) -> float:
-    """Bytes for each byte of gathered units and of their gradients, where ranks compute in host memory.
-
-    glibc maps large blocks one by one and gives them back. Smaller ones lie in the heap between activations, are freed
-    in another order than they were allocated, and leave holes that the next ones do not fill. These have been as large
-    as what is in use (`benchmarks/memory.py`).
-
-    Args:
-        heap_share: which part of the units' parameters is in smaller blocks.
-    """
-    return 1 + heap_share
-
-
-def activation_bytes_with_holes(heap_share: float) -> int:
-    """Bytes for each byte of activations beside such units, between whose blocks they lie if most of these are small.
-
-    Args:
-        heap_share: as for `bytes_with_holes`.
-    """
-    return 2 if heap_share > 0.5 else 1
 
 
 def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
@@ -274,14 +236,14 @@ def waiting_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
 def passing_bytes(gradient_bytes: float, reducing_ranks: int) -> float:
     """Bytes that a rank which shares no gradients has for a moment beside all of them, where hosts compute.
 
-    The gradient that autograd has made last, before it is added to its bucket, and a message that is received. Each
-    counts as one bucket.
+    The gradient that autograd has made last, before it is added to its bucket, a message that is received, and one
+    that waits to be sent. Each counts as one bucket.
 
     Args:
         gradient_bytes: of all its parameters.
         reducing_ranks: ranks that sum a bucket.
     """
-    return min(gradient_bytes, 2 * default_bucket_bytes(math.ceil(gradient_bytes), reducing_ranks))
+    return min(gradient_bytes, 3 * default_bucket_bytes(math.ceil(gradient_bytes), reducing_ranks))
 
 
 def _of_units(
@@ -300,8 +262,9 @@ def _of_units(
         is_kept = accumulates and traits.shared_by is SharedBy.WORLD
     else:
         # Kept from the forward on: all parameters stay until the backward has used them. On hosts the memory of a unit
-        # goes to the gradients that the optimizer reads; what is in no unit goes last.
-        come = (gradients or 0.0) * sum(counts.units) / counts.parameters
+        # goes to the gradients that the optimizer reads; what is in no unit goes last. Half of these gradients are
+        # counted all the same: it has been more than none of them (`benchmarks/memory.py`).
+        come = (gradients or 0.0) / 2 * sum(counts.units) / counts.parameters
         gathered, is_kept = max(0.0, counts.parameters * each.gathered - come), accumulates
     # On hosts the gradients of a unit, and the message of the unit before it, which FSDP2 keeps until the next one.
     # What is in no unit is reduced last, when units have nothing any more but that message.
@@ -311,22 +274,6 @@ def _of_units(
         # if the unit has two matrices, one in and one out.
         of_units = counts.trainable + 1.5 * one * on_hosts
     return gathered, (of_units + counts.root) * each.unreduced
-
-
-def _holes(traits: StrategyTraits, counts: ModelCounts, each: StateBytes) -> float:
-    """Bytes of the heap's holes: as many as the small blocks have that come and go with units (`bytes_with_holes`)."""
-    largest = sorted(counts.in_heap, reverse=True)
-    gathered = sum(largest[:2]) if traits.gathered is Gathered.EACH_PASS else 0
-    # Gradients of a unit, and the message of the unit before it, or that of the root, which is reduced last.
-    unreduced = max(2 * sum(largest[:1]), counts.root_in_heap)
-    return gathered * each.gathered + unreduced * each.unreduced
-
-
-def _heap_share(counts: ModelCounts) -> float:
-    """The largest part of a unit that is in small blocks; without units, that of the whole model."""
-    if not counts.units:
-        return counts.root_in_heap / max(1, counts.root)
-    return max((small / max(1, unit) for small, unit in zip(counts.in_heap, counts.units, strict=False)), default=0.0)
 
 
 def _starting(traits: StrategyTraits, whole: float, gradients: float, share: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
-from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
+from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS, free_in_heap
 from accelerate_lshdp.documents.profile import Profile
 from accelerate_lshdp.documents.profile_sections import MeasuredRank
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
@@ -96,11 +96,14 @@ def _process_bytes(profile: Profile, rank: MeasuredRank, model: ModelSizes) -> i
     # Offloaded, they are not on a device; a host that computes has them all the same.
     states = 0.0 if profile.strategy.is_offloaded and not _computes_on_hosts(profile) else states
     sample = model.working_bytes + sum(unit.activation_bytes for unit in model.everything)
+    # What the C library keeps was measured with the rest, and is a term of every placement on hosts.
+    kept = 0
+    if _computes_on_hosts(profile):
+        sample *= 1 + HOLES_OF_ACTIVATIONS
+        kept = int(free_in_heap(parameters * each.parameter))
     beyond = [
         peak - states - size * sample for size, peak in zip(rank.memory.batch_sizes, rank.memory.bytes, strict=True)
     ]
-    # What the C library keeps was measured with the rest, and is a term of every placement on hosts.
-    kept = FREE_IN_HEAP if _computes_on_hosts(profile) else 0
     return max(rank.process_bytes, int(max(beyond)) - kept)
 
 

@@ -26,11 +26,10 @@ class UnitSize:
         input_bytes: bytes of one sample that are kept instead if its activations are recomputed: those of its input.
         flops: operations of one sample's forward.
         sliceable: its weights that can be gathered in slices. None: it has none.
-        heap_parameters: number of its parameters that are gathered in the C library's heap, see `MeasuredUnit`.
         largest_parameter: numbers in the largest parameter that is trained. 0: none is.
 
     Raises:
-        PlanningError: a size is negative or not finite, or more is trainable, or in the heap, than there is.
+        PlanningError: a size is negative or not finite, or more is trainable than there is.
     """
 
     name: str
@@ -40,7 +39,6 @@ class UnitSize:
     input_bytes: float
     flops: float
     sliceable: SliceableWeights | None = None
-    heap_parameters: int = 0
     largest_parameter: int = 0
 
     @property
@@ -59,7 +57,6 @@ class UnitSize:
             unit.input_bytes,
             unit.flops,
             unit.sliceable,
-            unit.heap_parameters,
             unit.largest_parameter,
         )
 
@@ -72,11 +69,6 @@ class UnitSize:
         if self.trainable > self.parameters:
             raise PlanningError(
                 f'found {self.trainable} trainable parameters of unit "{self.name}", expected at most its'
-                f" {self.parameters}"
-            )
-        if not 0 <= self.heap_parameters <= self.parameters:
-            raise PlanningError(
-                f'found {self.heap_parameters} parameters of unit "{self.name}" in the heap, expected at most its'
                 f" {self.parameters}"
             )
 

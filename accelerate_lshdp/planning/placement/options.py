@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from accelerate_lshdp.documents.host_memory import FREE_IN_HEAP
+from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS, free_in_heap
 from accelerate_lshdp.documents.placement import UnitStore
 from accelerate_lshdp.documents.step_memory import stepping_bytes
 from accelerate_lshdp.planning.cost.step_writer import BACKWARD_SHARE
@@ -109,14 +109,15 @@ def _rows(
     stepping = stepping_bytes(each * model.trainable, each * model.largest_parameter)
     if not cluster.streams or cluster.counts_states_alone:
         stepping = 0.0
+    whole = each * sum(unit.parameters for unit in model.everything)
     least = sum(len(names) * min(cost.sample_bytes for cost in choices) for names, choices in offered)
     rows = [
         MemoryRow(
             "rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""),
             limit,
             cluster.process_bytes
-            + (FREE_IN_HEAP if cluster.computes_on_hosts else 0)
-            + math.ceil(samples * model.working_bytes)
+            + (math.ceil(free_in_heap(whole)) if cluster.computes_on_hosts else 0)
+            + math.ceil(samples * model.working_bytes * (1 + HOLES_OF_ACTIVATIONS * cluster.computes_on_hosts))
             # When the optimizer steps, activations are free, but for outputs (logits) that the script still holds.
             + math.ceil(max(0.0, stepping - samples * (model.working_bytes / 2 + least))),
             (2, 2 if cluster.computes_on_hosts else 1, samples),
@@ -169,7 +170,7 @@ def _option(
     if cost.recomputed_flops:
         again, half = math.ceil(cost.recomputed_flops * forward), len(work) // 2
         work = (*work[:half], *(own + again for own in work[half:]))
-    memory = [math.ceil(cost.state_bytes[size] + samples * cost.sample_bytes) for size, samples in shapes]
+    memory = [math.ceil(cost.bytes_with(samples, size)) for size, samples in shapes]
     memory += [cost.host_bytes] * hosts + [math.ceil(cost.start_bytes[size]) for size in starts]
     return Option(cost.placement, cost.send, work, cost.serial, tuple(memory), cost.peaks)
 

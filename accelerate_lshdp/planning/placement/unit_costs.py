@@ -17,14 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
-from accelerate_lshdp.planning.cost.memory import (
-    activation_bytes_with_holes,
-    bytes_with_holes,
-    passing_bytes,
-    waiting_bytes,
-)
+from accelerate_lshdp.planning.cost.memory import passing_bytes, waiting_bytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
@@ -51,6 +47,7 @@ class UnitCost:
         recomputed_flops: operations of one sample that are repeated in the backward.
         peaks: bytes of each `Peak`, recomputed ones for each sample.
         start_bytes: bytes at the start on a rank of each node size, beside the whole model.
+        coming_bytes: bytes of `state_bytes` that only come as activations go.
     """
 
     placement: UnitPlacement
@@ -63,6 +60,13 @@ class UnitCost:
     recomputed_flops: float
     peaks: tuple[int, int, int]
     start_bytes: dict[int, float]
+    coming_bytes: float = 0.0
+
+    def bytes_with(self, samples: int, node_size: int) -> float:
+        """Bytes throughout a step with a micro-batch of some samples."""
+        activations = samples * self.sample_bytes
+        # Half of the activations: some exist only in the backward.
+        return self.state_bytes[node_size] + activations - min(self.coming_bytes, activations / 2)
 
 
 class UnitCosts:
@@ -157,16 +161,19 @@ class UnitCosts:
             elif is_root:
                 needed += gathered + unreduced
             else:
-                # On hosts gradients of the optimizer come as gathered copies go.
-                come = gradients / self.cluster.world if self.cluster.computes_on_hosts else 0.0
+                # On hosts gradients of the optimizer come as gathered copies go. Half of them are counted: it has been
+                # more than none of them (`benchmarks/memory.py`).
+                come = gradients / 2 / self.cluster.world if self.cluster.computes_on_hosts else 0.0
                 needed += max(0.0, gathered - come) if store is UnitStore.WORLD_KEPT else 0.0
                 needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
                 needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
             kept[size] = needed
-        heap_share = self._heap_share(unit, slices) if not is_whole else 0.0
-        with_holes, beside_holes = bytes_with_holes(heap_share), activation_bytes_with_holes(heap_share)
         stays = is_whole or is_root or store is UnitStore.WORLD_KEPT
+        # Where gathered copies stay, gradients come as these go (above). With several micro-batches whole ones are
+        # kept meanwhile, and mixed placements have taken nearly all that is counted.
+        comes = store.strategy.is_world_sharded and store is not UnitStore.WORLD_KEPT and not accumulates
         activations, recomputed = unit.activation_bytes, unit.flops if placement.checkpoint else 0.0
+        with_holes = 1 + HOLES_OF_ACTIVATIONS if self.cluster.computes_on_hosts else 1
         if slices > 1 and unit.sliceable.loss_bytes is not None:
             # The logits of a slice, their exponentials, and their gradients; in the backward they are computed again.
             activations = max(0.0, activations - unit.sliceable.loss_bytes)
@@ -179,23 +186,17 @@ class UnitCosts:
             0 if is_late else whole_nanoseconds(optimizer),
             kept,
             math.ceil(states + (gathered if each.gathered != each.parameter else 0.0)) if on_host else 0,
-            beside_holes * (unit.input_bytes if placement.checkpoint else activations),
+            with_holes * (unit.input_bytes if placement.checkpoint else activations),
             recomputed,
             (
-                math.ceil(with_holes * (one_slice + (0.0 if stays else gathered))),
-                math.ceil(with_holes * (its_gradient + self._unreduced(store, unreduced, is_whole, is_root))),
-                math.ceil(beside_holes * unit.activation_bytes) if placement.checkpoint else 0,
+                math.ceil(one_slice + (0.0 if stays else gathered)),
+                math.ceil(its_gradient + self._unreduced(store, unreduced, is_whole, is_root)),
+                math.ceil(with_holes * unit.activation_bytes) if placement.checkpoint else 0,
             ),
             {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},
+            # FSDP2 makes them anew in each step. On devices they count throughout, as do those that are kept in place.
+            gradients / self.cluster.world if self.cluster.computes_on_hosts and comes else 0.0,
         )
-
-    def _heap_share(self, unit: UnitSize, slices: int) -> float:
-        """Which part of a unit is gathered in the C library's heap, slices as if they all were."""
-        if not self.cluster.computes_on_hosts:
-            return 0.0
-        if slices > 1:  # how large those of each weight are is not known
-            return 1.0
-        return unit.heap_parameters / max(1, unit.parameters)
 
     def _starting(self, unit: UnitSize, store: UnitStore, share: int) -> float:
         """Bytes that are made of a unit at the start on a rank, while the script's own copy is still there."""

@@ -182,6 +182,7 @@ class Fsdp2Store(Store):
         watched: set[int] = set()
 
         def before_forward(module: nn.Module, args: tuple) -> None:
+            self.context.state.check_heap()
             if not self.context.state.in_backward:
                 self._ran.add(id(module))  # without gradients too: reentrant checkpointing brings them in the backward
                 if torch.is_grad_enabled():
