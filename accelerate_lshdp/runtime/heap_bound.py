@@ -3,9 +3,9 @@
 
 Blocks that glibc does not map one by one lie in its heap: most activations of small models, and the small parameters
 of gathered units. They are freed in another order than they were allocated, and the holes between them stay in the
-process. How large these become depends on everything that a model does, up to a tenth of its memory and more, and
-differs from process to process: no plan can foresee it. Mapping all blocks one by one leaves no holes, but steps of
-small models take up to half as long again, as the kernel clears every page before each use.
+process. How large these become depends on everything that a model does, and differs from process to process: no plan
+can foresee it. Mapping all blocks one by one leaves no holes, but steps of small models take much longer, as the
+kernel clears every page before each use.
 
 So the holes may be as large as they like until the process has `MOST_FREE_IN_HEAP` more than it has ever used at once.
 Then all free pages go back to the kernel, those in holes, too (``malloc_trim``).
@@ -46,8 +46,8 @@ class HeapBound:
         self._counts, self._trim = libc.mallinfo2, libc.malloc_trim
         self._counts.restype = _Counts
         self._most_free, self._most_used, self.returns = most_free, 0, 0
-        self._open()
-        os.register_at_fork(after_in_child=self._open)
+        self._file = self._open()
+        os.register_at_fork(after_in_child=self._open_again)
         self._give_back()
 
     @staticmethod
@@ -57,7 +57,7 @@ class HeapBound:
         return is_glibc and hasattr(ctypes.CDLL(None), "mallinfo2") and os.path.exists("/proc/self/statm")
 
     def check(self) -> None:
-        """Gives free memory back if the process has too much of it. Called often: it takes 2 microseconds."""
+        """Gives free memory back if the process has too much of it. Called often: it reads one small file."""
         if (resident := self.resident_bytes()) <= self._limit:
             self._has_returned = False
             return
@@ -80,9 +80,14 @@ class HeapBound:
         _, resident, shared, *_ = os.pread(self._file, 256, 0).split()
         return (int(resident) - int(shared)) * mmap.PAGESIZE
 
-    def _open(self) -> None:
-        # Also by a forked process, which would go on reading its parent's.
-        self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    @staticmethod
+    def _open() -> int:
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def _open_again(self) -> None:
+        # A forked process would go on reading its parent's.
+        os.close(self._file)
+        self._file = self._open()
 
     def _set_limit(self, used: int) -> None:
         """Sets the bytes in memory from which on more is looked at."""
