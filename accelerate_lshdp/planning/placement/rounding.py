@@ -8,6 +8,7 @@ the moves. Other peaks are other branches of the search.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,12 +64,12 @@ class Improver:
         peaks = self.tables.used_peaks(counts)
         room = self.tables.room(peaks) + _SLACK
         base, columns = self.tables.sums(counts)
+        moves = self._moves(counts, peaks)
         # Each move lowers what is beyond the limits, so it ends; the number of units bounds the rounds that help.
         for _ in range(4 * int(self.tables.units.sum()) + 16):
             beyond = columns[self.phases :] - room
             if (beyond <= 0).all():
                 return counts
-            moves = self._moves(counts, peaks)
             row = int(beyond.argmax())
             saved = -moves.columns[..., self.phases + row]
             # What a move really costs, and a little of what it costs where nothing overlaps: where computing hides
@@ -82,7 +83,7 @@ class Improver:
             if not np.isfinite(ratio[at, option]):
                 return None
             base, columns = base + moves.base[at, option], columns + moves.columns[at, option]
-            self._apply(counts, moves, at, option)
+            moves = self._apply(counts, moves, [(int(at), int(option))], peaks)
         return None
 
     def improved(self, counts: np.ndarray, pairs: bool = True) -> np.ndarray:
@@ -91,9 +92,9 @@ class Improver:
         peaks = self.tables.used_peaks(counts)
         room = self.tables.room(peaks) + _SLACK
         base, columns = self.tables.sums(counts)
+        moves = self._moves(counts, peaks)
         for _ in range(_ROUNDS):
             now = float(self.tables.time(base, columns))
-            moves = self._moves(counts, peaks)
             fits = moves.allowed & (columns[self.phases :] + moves.columns[..., self.phases :] <= room).all(-1)
             times = np.where(fits, self.tables.time(base + moves.base, columns + moves.columns), np.inf)
             at, option = np.unravel_index(int(times.argmin()), times.shape)
@@ -104,7 +105,7 @@ class Improver:
                 break
             for at, option in chosen:
                 base, columns = base + moves.base[at, option], columns + moves.columns[at, option]
-                self._apply(counts, moves, at, option)
+            moves = self._apply(counts, moves, chosen, peaks)
         return counts
 
     def _best_pair(
@@ -150,7 +151,23 @@ class Improver:
             allowed,
         )
 
-    @staticmethod
-    def _apply(counts: np.ndarray, moves: _Moves, at: int, option: int) -> None:
-        counts[moves.kinds[at], moves.options[at]] -= 1
-        counts[moves.kinds[at], option] += 1
+    def _apply(
+        self, counts: np.ndarray, moves: _Moves, chosen: Sequence[tuple[int, int]], peaks: np.ndarray
+    ) -> _Moves:
+        """Makes moves, and returns those that there are then."""
+        tables = self.tables
+        for at, option in chosen:
+            counts[moves.kinds[at], moves.options[at]] -= 1
+            counts[moves.kinds[at], option] += 1
+        for kind in {int(moves.kinds[at]) for at, _ in chosen}:
+            first, last = np.searchsorted(moves.kinds, [kind, kind + 1])
+            options = np.flatnonzero(counts[kind])
+            if len(options) != last - first:
+                return self._moves(counts, peaks)
+            # Of all other kinds they are the same: with many kinds it is these that would take the time.
+            moves.options[first:last] = options
+            moves.base[first:last] = tables.base[kind] - tables.base[kind, options][:, None]
+            moves.columns[first:last] = tables.columns[kind] - tables.columns[kind, options][:, None]
+            moves.allowed[first:last] = tables.valid[kind] & (tables.peaks[kind] <= peaks).all(-1)
+            moves.allowed[np.arange(first, last), options] = False
+        return moves

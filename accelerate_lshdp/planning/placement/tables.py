@@ -95,7 +95,9 @@ class Tables:
 
     def sums(self, counts: np.ndarray) -> tuple[float, np.ndarray]:
         """Sums of `base` and of `columns` over the units: a number, and an array [P + K]."""
-        return float((counts * self.base).sum()), np.einsum("co,cod->d", counts.astype(float), self.columns)
+        kinds, options = np.nonzero(counts)
+        used = counts[kinds, options].astype(float)
+        return float(used @ self.base[kinds, options]), used @ self.columns[kinds, options]
 
     def room(self, peaks: np.ndarray) -> np.ndarray:
         """What the memory columns may sum to where the largest of each peak are `peaks` bytes: [K]."""

@@ -92,6 +92,9 @@ class UnitCosts:
         self.model, self.cluster = model, cluster
         self._stores, self._checkpoint, self._slices = stores, tuple(checkpoint), tuple(slices)
         self._traffic = TrafficOf(cluster)
+        # What the costs of each unit need of all of them, and of all ranks.
+        self._trainable = model.trainable
+        self._step_seconds: dict[UnitStore, float] = {}
         self._known: dict[tuple[UnitSize, bool], list[UnitCost]] = {}
 
     def of(self, unit: UnitSize, accumulates: bool) -> list[UnitCost]:
@@ -211,12 +214,12 @@ class UnitCosts:
             return gradients / 2 if self.cluster.computes_on_hosts else 0.0
         if store is UnitStore.HOST:
             # In the precision of the backward, and then bucket by bucket in that of the parameters.
-            everything = self.model.trainable * self.model.state_bytes.gradient
+            everything = self._trainable * self.model.state_bytes.gradient
             return (0.0 if is_root else gradients) + waiting_bytes(everything, len(self.cluster.nodes))
         if not is_whole:
             return gradients
         # Of all units of the store together: as if it had all of the model, so that it counts once.
-        everything = self.model.trainable * self.model.state_bytes.gradient
+        everything = self._trainable * self.model.state_bytes.gradient
         if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
             return passing_bytes(everything, len(self.cluster.nodes)) / 2 if self.cluster.computes_on_hosts else 0.0
         return waiting_bytes(everything, len(self.cluster.nodes)) / 2
@@ -234,13 +237,16 @@ class UnitCosts:
 
     def _optimizer_seconds(self, unit: UnitSize, store: UnitStore) -> float:
         """Seconds of the optimizer step of a unit on the slowest rank or host."""
-        if not self.model.trainable:
+        if not self._trainable:
             return 0.0
-        part = unit.trainable / self.model.trainable
+        part = unit.trainable / self._trainable
         if store is UnitStore.HOST:
             return part * max(self.cluster.host_optimizer_seconds, default=0.0)
-        ranks = zip(self.cluster.profiles, self.cluster.node_sizes_of_ranks, strict=True)
-        return part * max(profile.fixed_seconds / self._share(store, size) for profile, size in ranks)
+        if store not in self._step_seconds:
+            ranks = zip(self.cluster.profiles, self.cluster.node_sizes_of_ranks, strict=True)
+            seconds = (profile.fixed_seconds / self._share(store, size) for profile, size in ranks)
+            self._step_seconds[store] = max(seconds)
+        return part * self._step_seconds[store]
 
     def _share(self, store: UnitStore, node_size: int) -> int:
         """The number of ranks that share one copy of a unit's states."""
