@@ -181,15 +181,15 @@ def random_job(seed: int, nodes: tuple[int, ...]) -> Job:
 def _random_placement(rng: random.Random, blocks: int, cluster: PlacementCluster) -> ModelPlacement:
     """Runs of blocks that are kept alike, and the root in some other way."""
 
-    def drawn(stores: Sequence[UnitStore], checkpoint: bool) -> UnitPlacement:
+    def drawn(stores: Sequence[UnitStore], checkpoint: bool, name: str) -> UnitPlacement:
         store = rng.choice(stores)
-        slices = rng.choice((1, 1, 2, 4)) if store.takes_slices else 1
+        slices = rng.choice((1, 1, 2, 4)) if store.takes_slices(name) else 1
         return UnitPlacement(store, checkpoint=checkpoint, slices=slices)
 
-    units = {"": drawn(offered_stores(cluster, is_root=True), False)}
+    units = {"": drawn(offered_stores(cluster, is_root=True), False, "")}
     for block in range(blocks):
         if block == 0 or rng.random() < 0.4:
-            own = drawn(offered_stores(cluster, is_root=False), rng.random() < 0.3)
+            own = drawn(offered_stores(cluster, is_root=False), rng.random() < 0.3, f"blocks.{block}")
         units[f"blocks.{block}"] = own
     return ModelPlacement(tuple(units.items()))
 

@@ -53,10 +53,13 @@ class UnitStore(str, Enum):
     def __str__(self) -> str:
         return self.value
 
-    @property
-    def takes_slices(self) -> bool:
-        """Whether its units may be gathered in slices: the others keep what they have gathered, or a part of it."""
-        return self is UnitStore.WORLD
+    def takes_slices(self, name: str) -> bool:
+        """Whether the unit of a name may have its large weights in slices.
+
+        Stores other than `WORLD` and `HOST` keep what they have gathered, or a part of it. Units are streamed from the
+        host one at a time, but what is in none of them (the empty name) is on the device all the time.
+        """
+        return self is UnitStore.WORLD or self is UnitStore.HOST and name == ""
 
     @classmethod
     def of(cls, strategy: Strategy) -> UnitStore | None:
@@ -83,11 +86,12 @@ class UnitPlacement(Record):
         return " ".join(words + [f"in {self.slices} slices"] * (self.slices > 1))
 
     def _check_together(self) -> None:
-        if self.slices > 1 and not self.store.takes_slices:
+        if self.slices > 1 and not self.store.takes_slices(""):
             raise PlanError(
                 f'found {self.slices} slices with store "{self.store}", expected 1: only what units of store '
-                f'"{UnitStore.WORLD}" gather is dropped after its use, so that slices save memory. Use "store": '
-                f'"{UnitStore.WORLD}", or leave slices out.',
+                f'"{UnitStore.WORLD}" gather, and what "{UnitStore.HOST}" streams, is dropped after its use, so that '
+                f'slices save memory. Use "store": "{UnitStore.WORLD}", for what is in no unit ("") also '
+                f'"{UnitStore.HOST}", or leave slices out.',
                 path="slices",
             )
 
@@ -131,6 +135,19 @@ class ModelPlacement(Record):
     memory_limit_bytes: tuple[int, ...] | None = entry(
         optional(several(integer(least=1, most=LARGEST_COUNT))), default=None, omit=True
     )
+
+    def _check_together(self) -> None:
+        for path, name, placement in (
+            *((at_key("units", name), name, placement) for name, placement in self.units),
+            ("default", "any", self.default),
+        ):
+            if placement.slices > 1 and not placement.store.takes_slices(name):
+                raise PlanError(
+                    f'found {placement.slices} slices with store "{placement.store}", expected them for what is in no '
+                    'unit ("") alone: units are streamed one at a time. Leave slices out here; a block that shares a '
+                    'parameter with what is in no unit goes with "", and is not named.',
+                    path=f"{path}.slices",
+                )
 
     def of(self, name: str) -> UnitPlacement:
         """The placement of the unit whose module has a name."""

@@ -35,6 +35,7 @@ from accelerate_lshdp.engine.stores.shared.store import SharedStore
 from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice, choose_sliced
 from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.store import SlicedStore
+from accelerate_lshdp.engine.stores.streamed.sliced_store import SlicedStreamedStore
 from accelerate_lshdp.engine.stores.streamed.store import StreamedStore
 from accelerate_lshdp.engine.stores.streamed.streamable import require_plain
 from accelerate_lshdp.engine.stores.whole import WholeStore
@@ -48,6 +49,7 @@ from accelerate_lshdp.engine.wire.reduction import (
 )
 from accelerate_lshdp.engine.wire.two_stage import Stages, TwoStageAllGather, TwoStageReduceScatter
 from accelerate_lshdp.runtime.groups import ProcessGroups, world_timeout
+from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -176,12 +178,27 @@ class Placement:
         recompute_activations(model, recomputed, attachments)
         # All stores of the plan, and not those of this model: models of one loss need gradients of one scale.
         policies = [*self.policies.of_stores.values(), *map(self._policies_of, (*units, rest))]
-        # One process on a CPU gathers nothing, so it has nothing to slice.
+        # A CPU gathers and streams nothing for itself, so it has nothing to slice; but the gradients of all nodes are
+        # cut alike.
+        may_stream = self.topology.mixes_devices or self._policies_of(rest).mechanism is Mechanism.STREAMED
+        streamed = choose_sliced(model, [rest], 1) if rest.placement.store is UnitStore.HOST and may_stream else []
+        if rest.placement.store is UnitStore.HOST and rest.placement.slices > 1:
+            self._require_streaming(self._policies_of(rest))
         sharded = [unit for unit in (*units, rest) if self._policies_of(unit).mechanism is Mechanism.FSDP2]
         sliced = choose_sliced(model, sharded, self.topology.world_size)
-        if not sliced and all(_keep_alike(each, policies[0]) for each in policies):
+        if not sliced and not streamed and all(_keep_alike(each, policies[0]) for each in policies):
             return [lambda context: self._make_store(context, policies[0])]
-        return self._mixed_stores(units, rest, sliced, attachments)
+        return self._mixed_stores(units, rest, sliced, streamed, attachments)
+
+    @staticmethod
+    def _require_streaming(policies: ShardingPolicies) -> None:
+        """Raises ValueError if what is to be streamed in slices would be sharded."""
+        if policies.mechanism is Mechanism.FSDP2:
+            raise ValueError(
+                f'found slices of what is in no unit ("") in store "{UnitStore.HOST}" on ranks that do not map the '
+                f"memory of their node, expected them to. Use {option_advice('intra_node', 'auto')} on Linux, or "
+                "leave slices out"
+            )
 
     def _policies_of(self, unit: PlacedUnit) -> ShardingPolicies:
         return self.policies.of_stores[unit.placement.store]
@@ -191,6 +208,7 @@ class Placement:
         units: Sequence[PlacedUnit],
         rest: PlacedUnit,
         sliced: Sequence[SlicedChoice],
+        streamed_in_slices: Sequence[SlicedChoice],
         attachments: Attachments,
     ) -> list[Callable[[StoreContext], Store]]:
         """What makes the stores of a model whose units are kept in different ways, one store a mechanism."""
@@ -212,11 +230,17 @@ class Placement:
         makers: list[Callable[[StoreContext], Store]] = []
         waits = not gathered  # which have collectives in the backward
         if shared:
-            makers.append(lambda context: self._make_shared(context, shared, "shared", waits_in_backward=waits))
+            makers.append(
+                lambda context: self._make_shared(
+                    context, shared, "shared", waits_in_backward=waits, in_slices=streamed_in_slices
+                )
+            )
         if streamed:
             blocks = [unit.modules for unit in units if self._policies_of(unit).mechanism is Mechanism.STREAMED]
             with_rest = self._policies_of(rest).mechanism is Mechanism.STREAMED
-            makers.append(lambda context: self._make_streamed(context, streamed, blocks, with_rest, waits))
+            makers.append(
+                lambda context: self._make_streamed(context, streamed, blocks, with_rest, waits, streamed_in_slices)
+            )
         if whole:
             makers.append(lambda context: self._make_whole(context, whole, user="whole"))
         # Last, as it cannot be undone: what fails before it leaves the model to the script.
@@ -263,6 +287,7 @@ class Placement:
         user: str = "",
         *,
         waits_in_backward: bool = True,
+        in_slices: Sequence[SlicedChoice] = (),
     ) -> SharedStore:
         if self.topology.mixes_devices:
             # The groups of those that stream: all ranks make the same ones, in the same order.
@@ -280,6 +305,7 @@ class Placement:
             reducing_ranks=self.reducing_ranks,
             timeout_seconds=world_timeout().total_seconds(),
             waits_in_backward=waits_in_backward,
+            in_slices=in_slices,
         )
 
     def _make_streamed(
@@ -289,8 +315,10 @@ class Placement:
         units: Sequence[tuple[nn.Module, ...]],
         has_rest: bool = True,
         waits_in_backward: bool = True,
+        in_slices: Sequence[SlicedChoice] = (),
     ) -> StreamedStore:
-        return StreamedStore(
+        make = functools.partial(SlicedStreamedStore, in_slices=in_slices) if in_slices else StreamedStore
+        return make(
             context,
             self.topology,
             self._node_group_on_host(),

@@ -92,7 +92,10 @@ class Store(ABC):
 
     @abstractmethod
     def deliver(self) -> None:
-        """Hands in gradients that autograd did not produce on this rank but others wait for; does not wait itself."""
+        """Hands in gradients that autograd did not produce on this rank but others wait for.
+
+        It does not wait, but for those of its own that take memory until other ranks have added theirs.
+        """
 
     @abstractmethod
     def finish(self) -> None:

@@ -47,7 +47,9 @@ def random_settings(draw: Any) -> Setting:
     for name in UNITS[model]:
         recomputes = draw(st.booleans()) if name else False
         store = draw(st.sampled_from(stores_on(nodes)))
-        slices = draw(st.sampled_from((1, 2, 3))) if store.takes_slices and name not in WITHOUT_LARGE[model] else 1
+        slices = (
+            draw(st.sampled_from((1, 2, 3))) if store.takes_slices(name) and name not in WITHOUT_LARGE[model] else 1
+        )
         units[name] = UnitPlacement(store, recomputes, slices)
     steps = draw(st.sampled_from((1, 2)))
     sizes = tuple((draw(st.integers(1, 3)), steps) for _ in range(sum(nodes)))

@@ -117,8 +117,9 @@ def found_by_training(ranks: int) -> str | None:
 
     device.join_device_world()
     device.join_device_world = lambda: None  # one world for all of them
-    if wrong := single_waits.sums_in_turns():
-        return wrong
+    for program in (single_waits.sums_in_turns, single_waits.slices_given_up, single_waits.slices_of_two_streams):
+        if wrong := program():
+            return wrong
     slow = (("copy_delay", 0.004), ("to_device", 1e8), ("to_host", 1e8))
     late = (("compute_delay", 0.0005),)
     # With ten samples, activations are large enough to get the memory of a block that was dropped.
@@ -130,6 +131,9 @@ def found_by_training(ranks: int) -> str | None:
         Case(model="OnStreams", delays=late, samples=10, accumulation=3),
         Case(model="OnStreams", delays=late, samples=10, accumulation=3, drops=True),
         Case(model="Alternating", delays=late, samples=10, accumulation=3),
+        Case(model="OwnLoss", delays=slow, slices=3),
+        Case(model="OwnLoss", delays=late, samples=10, slices=3),
+        Case(model="SideEnds", delays=late, samples=10, slices=3),
     ]
     for shape in shapes:
         for nodes in ((ranks,), (1,) * ranks):

@@ -13,8 +13,11 @@ import torch_device as device
 from torch import nn
 
 from accelerate_lshdp.documents.plan_sections import Communication
+from accelerate_lshdp.engine.stores.shared.sliced_layout import SlicedPieces
 from accelerate_lshdp.engine.stores.streamed.gradients import DeviceGradients
+from accelerate_lshdp.engine.stores.streamed.host_weight import HostWeight
 from accelerate_lshdp.engine.stores.streamed.kept_gradients import KeptGradients
+from accelerate_lshdp.engine.stores.streamed.sliced_gradients import SlicedGradients
 from accelerate_lshdp.engine.wire.formats import make_reduction, make_second_group
 from accelerate_lshdp.engine.wire.node_first import NodeFirstReduction, Place
 from accelerate_lshdp.engine.wire.reduction import ExactReduction, GradientReduction
@@ -49,6 +52,57 @@ def sums_in_turns() -> str | None:
             kept.backward_ends()
     (total,) = kept.take_all().values()
     return _wrong("sums in turns", bool((total == MICRO_BATCHES).all()))
+
+
+def host_weight() -> HostWeight:
+    """A weight of two slices, each as large as `filled`."""
+    weight = nn.Parameter(torch.ones(2 * COUNT, 1).pin_memory())
+    return HostWeight(
+        "weight",
+        weight,
+        [],
+        2,
+        source=weight.detach(),
+        device=torch.device("emulated", 0),
+        copies=device.new_stream(),
+        wait=lambda: None,
+        take_slice=lambda index, gradient: None,
+        take_rows=lambda places, gradient: None,
+        used=lambda is_product: None,
+    )
+
+
+def slices_given_up() -> str | None:
+    """A slice is dropped while it is copied, as when the operator fails that it was copied ahead for."""
+    device.configure(copy_delay=0.005)
+    sliced = host_weight()
+    sliced.gather(0, torch.float32)
+    sliced.drop()
+    others = [filled(7.0) for _ in range(2)]  # one of which may get the memory of the second slice
+    return _wrong("a slice given up", all(bool((other.cpu() == 7.0).all()) for other in others))
+
+
+def slices_of_two_streams() -> str | None:
+    """Two streams compute gradients of one slice, and the memory of the first one is used again in its stream."""
+    device.configure(compute_delay=0.002)
+    gradients = SlicedGradients(
+        SlicedPieces([], [0, 1]), DeviceGradients(torch.device("emulated", 0), torch.empty(0, dtype=torch.uint8))
+    )
+    gradients.weight = host_weight()
+    streams = [device.new_stream(), device.new_stream()]
+    for _ in streams:
+        gradients.used(True)
+    for stream in streams:
+        with device.stream(stream):
+            gradient = filled(1.0)
+            gradients._arriving.computed_here()
+            ready = gradients.add_slice(0, gradient)
+            del gradient
+    with device.stream(streams[0]):
+        filled(7.0)
+    with device.stream(streams[1]):
+        total = gradients.take(ready)
+        return _wrong("slices of two streams", bool((total.cpu() == 2.0).all()))
 
 
 def buffers_given_up(nodes: tuple[int, ...]) -> str | None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 WIDTH = 128
+WORDS = 4096
 STEPS = 2
 
 
@@ -28,6 +29,45 @@ class Deep(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
+
+
+class Vocabulary(nn.Module):
+    """A language model that is an embedding and a head, mostly."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def peak_of_a_vocabulary(tied: bool, slices: int) -> dict[str, int]:
+    """Bytes of a training of `Vocabulary`: at the peak on the device, pinned, and of one of its weights."""
+    device.join_device_world()
+    torch.manual_seed(0)
+    model = Vocabulary(tied)
+    before = device.counts()
+    device.reset()
+    engine, prepared = place(Case(nodes=(1,), dtype="float32", slices=slices), model)
+    for _ in range(STEPS):
+        tokens = torch.arange(8).view(2, 4).to("emulated")
+        backward(prepared, model(tokens) * engine.loss_multiplier)
+        model.zero_grad()
+    device.synchronize()
+    after = device.counts()
+    return {
+        "peak": after["peak_device_bytes"] - before["device_bytes"],
+        "pinned": after["pinned_bytes"] - before["pinned_bytes"],
+        "weight": WORDS * WIDTH * 4,
+    }
 
 
 def trained(strategy: str, depth: int, precision: str, limit: int | None) -> dict[str, int] | str:

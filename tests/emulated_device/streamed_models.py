@@ -54,6 +54,140 @@ class Tied(Plain):
         self.head.weight = self.embed.weight
 
 
+class OwnLoss(Tied):
+    """A tied head whose loss the model computes itself, so that in slices nothing needs its logits."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class OwnLossApart(OwnLoss):
+    """Likewise, with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().flip(0).clone())
+
+
+class ReturnsLogits(OwnLoss):
+    """Likewise, and the logits are there for who wants them."""
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), logits
+
+
+class TwoHeads(Tied):
+    """A weight of three modules, two of which are heads of one loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WORDS)
+        self.other.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(tokens)
+        return self.head(x) + self.other(x.tanh())
+
+
+class TiedByHand(Plain):
+    """An embedding whose weight is that of a head, too, without a module for it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.hidden(tokens), self.embed.weight)
+
+
+class Projected(Plain):
+    """A product in no unit before all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        later = {name: self._modules.pop(name) for name in ("blocks", "head")}
+        self.project = nn.Linear(WIDTH, WIDTH, bias=False)
+        self._modules.update(later)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.project(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SelfConditioned(Plain):
+    """Looks at what it predicts without a gradient first, by its own forward."""
+
+    looks = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.looks:
+            self.looks = False
+            with torch.no_grad():
+                tokens = (tokens + self(tokens).argmax(-1)) % WORDS
+            self.looks = True
+        return super().forward(tokens)
+
+
+class UsedTwice(Plain):
+    """A head, and an embedding, that compute twice in a forward."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        one = self.embed(tokens.new_full((), 3))
+        return super().hidden(tokens) + self.embed(tokens.flip(1)) + one
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(tokens)
+        return self.head(x) + self.head(x.tanh())
+
+
+class Padded(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, padding_idx=3)
+
+
+class FrozenEnds(Plain):
+    """An embedding and a head that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+
+
+class SideEnds(Plain):
+    """An embedding and a head that compute twice, once in a stream of their own, where the device has some."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if tokens.device.type == "cpu":
+            x = self.embed(tokens) + self.embed(tokens.flip(1))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x) + self.head(x.tanh())
+        streams = torch.get_device_module(tokens.device)
+        before = streams.current_stream()
+        if not hasattr(self, "side"):
+            self.side = streams.Stream(tokens.device)
+        x = self.embed(tokens)
+        self.side.wait_stream(before)
+        tokens.record_stream(self.side)
+        with streams.stream(self.side):
+            other = self.embed(tokens.flip(1))
+        before.wait_stream(self.side)
+        other.record_stream(before)
+        x = x + other
+        for block in self.blocks:
+            x = block(x)
+        self.side.wait_stream(before)
+        x.record_stream(self.side)
+        with streams.stream(self.side):
+            other = self.head(x.tanh())
+        found = self.head(x)
+        before.wait_stream(self.side)
+        other.record_stream(before)
+        return found + other
+
+
 class Adapted(Block):
     """Its weights are frozen, but for a small addition (LoRA), whose gradients come before the unit is done."""
 
@@ -289,6 +423,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     for each in (
         Plain,
         Tied,
+        OwnLoss,
+        OwnLossApart,
+        ReturnsLogits,
+        TwoHeads,
+        TiedByHand,
+        Projected,
+        SelfConditioned,
+        UsedTwice,
+        Padded,
+        FrozenEnds,
+        SideEnds,
         LowRank,
         FrozenBelow,
         FrozenBetween,
@@ -314,7 +459,8 @@ def batch(step: int, samples: int = 12) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    found = model(tokens)
+    return found if found.ndim == 0 else F.cross_entropy(found[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def paired_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from device_training import whole
 from torch import nn
 
 from accelerate_lshdp import Strategy
+from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
 from accelerate_lshdp.documents.plan_sections import Communication
 from accelerate_lshdp.engine.clipping import clip_grad_norm
 from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.flow import Flow
+from accelerate_lshdp.engine.mixed_policies import resolve_placement
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import resolve_policies
 from accelerate_lshdp.engine.prepared import PreparedModel
@@ -52,6 +55,7 @@ class Case:
         drops: whether the script drops the gradients of the first micro-batch of each step.
         devices: types of the devices of each node; empty: all are emulated.
         wire_format: of gradients between nodes.
+        slices: in which what is in no unit has its large weights.
     """
 
     model: str = "Plain"
@@ -68,6 +72,14 @@ class Case:
     drops: bool = False
     devices: tuple[str, ...] = ()
     wire_format: str = "fp32"
+    slices: int = 1
+
+    @property
+    def placement(self) -> ModelPlacement | None:
+        """What is said of single units."""
+        if self.slices == 1:
+            return None
+        return ModelPlacement({"": UnitPlacement(UnitStore.HOST, slices=self.slices)}, UnitPlacement(UnitStore.HOST))
 
     @property
     def topology(self) -> Topology:
@@ -120,11 +132,11 @@ def make_model(case: Case) -> nn.Module:
 
 def place(case: Case, model: nn.Module) -> tuple[Engine, PreparedModel]:
     topology = case.topology
-    policies = resolve_policies(
-        Strategy(case.strategy), topology, device_type=case.device.type, mixed_precision=case.precision
-    )
+    resolve = functools.partial(resolve_policies, Strategy(case.strategy))
+    if case.placement is not None:
+        resolve = functools.partial(resolve_placement, case.placement)
     placement = Placement(
-        policies,
+        resolve(topology, device_type=case.device.type, mixed_precision=case.precision),
         topology,
         device=case.device,
         clock=WaitClock(),
@@ -132,6 +144,7 @@ def place(case: Case, model: nn.Module) -> tuple[Engine, PreparedModel]:
         units=None,
         prefetch=case.ahead,
         bucket_bytes=4096,
+        placement=case.placement,
     )
     engine = Engine(placement)
     engine.require_placeable(model)
@@ -282,13 +295,17 @@ def hooked_gradients() -> list[float]:
     return [float(p.grad.abs().max()) for p in (model.head.weight, model.blocks[0].up.weight, model.head.bias)]
 
 
-def misused(how: str) -> str:
+def misused(how: str, slices: int = 1) -> str:
     """What an error says about a use that cannot be right."""
     device.join_device_world()
     model = make_model(Case())
+    if how == "hook":
+        model.head.weight.register_hook(lambda gradient: gradient)
+    if how == "other operator":
+        model.head.register_forward_hook(lambda head, args, output: output + head.weight.sum())
     if how == "post hook":
         model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    _, prepared = place(Case(nodes=(1,)), model)
+    _, prepared = place(Case(nodes=(1,), slices=slices), model)
     tokens = models.batch(0).to("emulated")
     try:
         if how == "functional_call":
@@ -345,7 +362,68 @@ def between_forward_and_backward() -> float:
     return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
 
 
-def backward_twice(model_name: str) -> float:
+def reads_logits_on_one_rank() -> float:
+    """How far gradients are off if one rank alone looks at logits of a head in slices, after the loss."""
+    device.join_device_world()
+    case = Case(model="ReturnsLogits", nodes=(2,), slices=3)
+    model = make_model(case)
+    alone = copy.deepcopy(model)
+    tokens = models.batch(0)
+    expected = alone(tokens)
+    expected[0].backward()
+    engine, prepared = place(case, model)
+    own = tokens.chunk(2)[dist.get_rank()]
+    loss, logits = model(own.to("emulated"))
+    error = 0.0
+    if dist.get_rank() == 1:
+        error = (logits.detach().cpu() - expected[1].chunk(2)[1]).abs().max().item()
+    backward(prepared, loss / 2 * engine.loss_multiplier)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(error, *((one.grad - other.grad).abs().max().item() for one, other in pairs))
+
+
+def two_losses_of_one_graph(slices: int) -> float:
+    """How far gradients are off after a backward of the loss, and one of activations in the same graph."""
+    device.join_device_world()
+    case = Case(model="Tied", nodes=(1,), slices=slices)
+    model = make_model(case)
+    alone = copy.deepcopy(model)
+
+    def losses(net: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        hook = net.blocks[1].register_forward_hook(lambda block, args, output: seen.append(output))
+        loss = models.loss_of(net, tokens)
+        hook.remove()
+        return [loss, seen[0].square().mean()]
+
+    first, second = losses(alone, models.batch(0))
+    first.backward(retain_graph=True)
+    second.backward()
+    _, prepared = place(case, model)
+    first, second = losses(model, models.batch(0).to("emulated"))
+    backward(prepared, first, retain_graph=True)
+    backward(prepared, second)
+    pairs = [pair for pair in zip(model.parameters(), alone.parameters(), strict=True) if pair[1].grad is not None]
+    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
+
+
+def handed_in_before_the_embedding(model_name: str, slices: int) -> int:
+    """Buckets that the node's thread has been given when a backward comes to the embedding."""
+    device.join_device_world()
+    model = make_model(Case(model=model_name))
+    _, prepared = place(Case(model=model_name, nodes=(1,), slices=slices), model)
+    seen: list[int] = []
+    store = prepared.stores[0]
+
+    def look(embed: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(len(store._delivered)))
+
+    model.embed.register_forward_hook(look)
+    backward(prepared, models.loss_of(model, models.batch(0).to("emulated")))
+    return seen[0]
+
+
+def backward_twice(model_name: str, slices: int = 1) -> float:
     """How far gradients are off after two backwards through the same forward."""
     device.join_device_world()
     device.configure(copy_delay=0.002)
@@ -354,7 +432,7 @@ def backward_twice(model_name: str) -> float:
     loss = models.loss_of(alone, models.batch(0))
     loss.backward(retain_graph=True)
     loss.backward()
-    _, prepared = place(Case(nodes=(1,)), model)
+    _, prepared = place(Case(nodes=(1,), slices=slices), model)
     loss = models.loss_of(model, models.batch(0).to("emulated"))
     backward(prepared, loss, retain_graph=True)
     backward(prepared, loss)

@@ -274,7 +274,7 @@ def test_many_blocks_of_every_store_are_drawn(folder: Path) -> None:
             UnitPlacement(
                 store=store,
                 checkpoint=place % 2 == 0,
-                slices=4 if store.takes_slices and place > 30 else 1,
+                slices=4 if store.takes_slices(f"model.layers.{place}") and place > 30 else 1,
             ),
         )
         for place in range(60)

@@ -60,6 +60,14 @@ def test_the_placement_changes_the_digest_and_its_absence_does_not():
             {"placement": {"default": {"store": "world_kept", "slices": 2}}},
             'placement.default.slices: found 2 slices with store "world_kept", expected 1',
         ),
+        (
+            {"placement": {"units": {"": {"store": "host", "slices": 2}, "h": {"store": "host", "slices": 2}}}},
+            'placement.units.h.slices: found 2 slices with store "host", expected them for what is in no unit',
+        ),
+        (
+            {"placement": {"default": {"store": "host", "slices": 2}}},
+            'placement.default.slices: found 2 slices with store "host", expected them for what is in no unit',
+        ),
         ({"placement": {"default": {"checkpoint": 1}}}, "placement.default.checkpoint: found 1"),
         ({"placement": {"units": []}}, "placement.units: found an empty list"),
         ({"placement": {"memory_limit_bytes": [1, 2, 3]}}, "placement.memory_limit_bytes: found 3 limits, expected 2"),

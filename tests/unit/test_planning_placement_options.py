@@ -305,6 +305,26 @@ def test_a_head_in_slices_keeps_no_logits_and_computes_them_twice() -> None:
     assert forward == 0 and backward > 0
 
 
+def test_a_root_on_the_host_is_streamed_in_slices() -> None:
+    root = replace(MODEL.root, sliceable=SliceableWeights(P // 2, P, P // 2, 2))  # a tied embedding and head
+    problem = posed(EVEN, model=replace(MODEL, root=root), slices=(1, 4), has_host=True)
+    whole, sliced = (option(problem, UnitStore.HOST, root=True, slices=slices) for slices in (1, 4))
+    # What is on the device: neither the weights nor their gradients.
+    ranks = len(problem.rows)
+    assert [own - less for own, less in zip(whole.memory, sliced.memory, strict=True)] == [4 * P] * ranks
+    waiting = waiting_bytes(4 * MODEL.trainable, 2)
+    assert whole.peaks == (0, waiting, 0)
+    # Three slices of a gradient may wait beside the one that is handed in, and the one that is computed.
+    assert sliced.peaks == (P // 2, max(waiting, 4 * P // 2) + P // 2, 0)
+    # Copied twice in the forward and once in the backward, beside its gradient's two parts; a message each slice.
+    assert sliced.send == (
+        nanoseconds(8 * COPIED + 4 * P / COPY),
+        nanoseconds(8 * COPIED + 4 * P / COPY + 2 * HOP + 2 * P / BETWEEN),
+    )
+    # Blocks are streamed whole.
+    assert {own.placement.slices for own in problem.kinds[0].options if own.placement.store is UnitStore.HOST} == {1}
+
+
 def test_slices_need_a_row_of_each_rank() -> None:
     many = posed((64, 64), slices=(1, 2, 4))
     assert {own.placement.slices for own in many.kinds[0].options} == {1, 2}
@@ -318,6 +338,18 @@ def test_slices_are_sent_in_every_micro_batch() -> None:
         root = 4 * MODEL.root.trainable
         sent = bytes_between_nodes(MODEL, placement, (1, 1), 3)
         assert sent == pytest.approx([root + len(MODEL.units) * times * 4 * P / 2] * 2)
+
+
+def test_slices_on_the_host_send_a_gradient_once_a_step() -> None:
+    root = replace(MODEL.root, sliceable=SliceableWeights(P // 2, P, P // 2, 2))
+    model = replace(MODEL, root=root)
+    sent = [
+        bytes_between_nodes(
+            model, ModelPlacement({"": UnitPlacement(UnitStore.HOST, slices=slices)}, UnitPlacement()), (1, 1), 3
+        )
+        for slices in (1, 4)
+    ]
+    assert sent[0] == sent[1] == (4 * model.trainable,) * 2
 
 
 def test_optimizer_steps_go_by_what_a_rank_keeps() -> None:

@@ -20,6 +20,7 @@ PUBLIC = {
     "_exit",  # os
     "_getframe",  # sys
     "_fields",  # of a named tuple
+    "_replace",  # likewise
     "_extra_state",  # key of a state dict, torch.nn.Module.set_extra_state
     "_SubParsersAction",  # argparse has no other name for annotations
 }

@@ -41,7 +41,7 @@ class Choice:
     Args:
         stores: None: all that differ on the cluster.
         checkpoint: whether units may keep activations (False), recompute them (True), or either.
-        slices: numbers of slices in which units of store `world` may be gathered.
+        slices: numbers of slices in which units of store `world`, and a root on the host, may be gathered.
     """
 
     stores: tuple[UnitStore, ...] | None = None

@@ -30,10 +30,10 @@ def bytes_between_nodes(
         own = collectives_of(placed.store.strategy.traits, nodes)
         in_slices = unit.sliceable.parameters if placed.slices > 1 and unit.sliceable is not None else 0
         whole = unit.parameters - in_slices
-        gradient = min(whole, unit.trainable) * each.gradient
-        if own.all_reduce is not None:
-            exchanges = [own.all_reduce(gradient, nodes)]
+        if own.all_reduce is not None:  # in slices or not, each gradient once a step
+            exchanges = [own.all_reduce(unit.trainable * each.gradient, nodes)]
         else:
+            gradient = min(whole, unit.trainable) * each.gradient
             gathers = _gathers_between_nodes(placed.store, steps, is_root=unit is model.root)
             exchanges = [own.gather(whole * each.gathered, nodes)] * gathers
             exchanges.append(own.reduce_scatter(gradient, nodes))

@@ -15,6 +15,9 @@ Of a `world` unit in slices, what cannot be in slices is sent as above. The othe
 are used, in more messages, and summed in every backward: whole gradients that wait for the last one would need what
 slices save. If the unit's activations are recomputed, they are gathered for that, too.
 
+Of a root in store `host`, weights in slices are copied to the device and back as often as they are used, but for the
+backward of an embedding, which needs its gradient alone.
+
 Units in store `host` are streamed: every device copies the whole unit from the node's copy, and its gradients to it,
 both ways at the same time. The host steps them while the first forward of the next step computes, but for the root,
 which that forward needs at its beginning.
@@ -141,7 +144,7 @@ class TrafficOf:
         return Traffic(gather, NOTHING, NOTHING if is_root else again, reduce, overlaps=False)
 
     def sliced(self, placement: UnitPlacement, weights: SliceableWeights, gathered: float, reduced: float) -> Traffic:
-        """The traffic of the weights of a `world` unit that are in slices.
+        """The traffic of the weights of a unit in slices, whose store is `world` or `host`.
 
         Args:
             placement: of the unit.
@@ -150,6 +153,13 @@ class TrafficOf:
             reduced: bytes of its gradient; 0 of frozen ones.
         """
         times = weights.uses * placement.slices
+        if placement.store is UnitStore.HOST:
+            to_device, again = (self._copy(count * gathered, times) for count in (weights.forward, weights.backward))
+            return Traffic(
+                forward=Seconds(0.0, to_device),
+                backward=Seconds(0.0, max(again, self._copy(weights.forward * reduced, times))),
+                last_backward=Seconds(self._all_reduce_seconds(weights.parameters * reduced), 0.0),
+            )
         if not times:
             return Traffic(overlaps=False)
         forward, backward = (
@@ -171,10 +181,10 @@ class TrafficOf:
             default=0.0,
         )
 
-    def _copy(self, payload: float) -> float:
-        """Seconds of copying between host and device."""
+    def _copy(self, payload: float, times: int = 1) -> float:
+        """Seconds of copying between host and device, in some pieces."""
         link = self.cluster.device_link
-        return link.seconds(payload) if link is not None and payload else 0.0
+        return link.seconds(payload, times) if link is not None and payload else 0.0
 
     def _all_reduce_seconds(self, payload: float) -> float:
         """Seconds of summing between nodes what each node has one copy of."""

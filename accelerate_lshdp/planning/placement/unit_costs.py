@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
 from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
@@ -78,7 +79,8 @@ class UnitCosts:
         stores: that may be used. None: all that differ on the cluster.
         checkpoint: whether units may keep their activations (False), recompute them (True), or either. The root never
             recomputes.
-        slices: numbers of slices in which weights of `world` units may be gathered, if their sizes say that some can.
+        slices: numbers of slices in which weights of `world` units, and of a root on the host, may be gathered, if
+            their sizes say that some can.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class UnitCosts:
         return [
             UnitPlacement(store=store, checkpoint=checkpoint, slices=slices)
             for store, checkpoint, slices in product(stores, (False,) if is_root else self._checkpoint, self._slices)
-            if slices == 1 or store.takes_slices and slices <= most
+            if slices == 1 or store.takes_slices("" if is_root else unit.name) and slices <= most
         ]
 
     def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
@@ -143,6 +145,7 @@ class UnitCosts:
         gathered, unreduced = whole * each.gathered, trained * each.unreduced
         one_slice, its_gradient = in_slices * each.gathered / slices, trained_in_slices * each.unreduced / slices
         gradients = unit.trainable * each.gradient
+        slice_waiting = self._waiting_in_slices(unit, placement, trained_in_slices) if in_slices else 0.0
         optimizer = self._optimizer_seconds(unit, store)
         is_late = store is UnitStore.HOST and not is_root
         traffic = self._traffic.whole(
@@ -193,7 +196,7 @@ class UnitCosts:
             recomputed,
             (
                 math.ceil(one_slice + (0.0 if stays else gathered)),
-                math.ceil(its_gradient + self._unreduced(store, unreduced, is_whole, is_root)),
+                math.ceil(its_gradient + self._unreduced(store, unreduced, slice_waiting, is_whole, is_root)),
                 math.ceil(with_holes * unit.activation_bytes) if placement.checkpoint else 0,
             ),
             {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},
@@ -207,15 +210,16 @@ class UnitCosts:
         shard = unit.parameters * each.parameter / share if share > 1 else 0.0
         return shard + (0.0 if store.strategy.is_world_sharded else unit.trainable * each.gradient / share)
 
-    def _unreduced(self, store: UnitStore, gradients: float, is_whole: bool, is_root: bool) -> float:
+    def _unreduced(self, store: UnitStore, gradients: float, in_slices: float, is_whole: bool, is_root: bool) -> float:
         """Bytes of a unit's `Peak.UNREDUCED`, which on hosts counts twice: gradients, and the message of them."""
         if is_root and not is_whole and store is not UnitStore.HOST:
             # Its gradients are counted throughout, so it is the message alone.
             return gradients / 2 if self.cluster.computes_on_hosts else 0.0
         if store is UnitStore.HOST:
-            # In the precision of the backward, and then bucket by bucket in that of the parameters.
+            # In the precision of the backward, and then bucket by bucket in that of the parameters. A slice is one.
             everything = self._trainable * self.model.state_bytes.gradient
-            return (0.0 if is_root else gradients) + waiting_bytes(everything, len(self.cluster.nodes))
+            waiting = max(in_slices, waiting_bytes(everything, len(self.cluster.nodes)))
+            return (0.0 if is_root else gradients) + waiting
         if not is_whole:
             return gradients
         # Of all units of the store together: as if it had all of the model, so that it counts once.
@@ -223,6 +227,14 @@ class UnitCosts:
         if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
             return passing_bytes(everything, len(self.cluster.nodes)) / 2 if self.cluster.computes_on_hosts else 0.0
         return waiting_bytes(everything, len(self.cluster.nodes)) / 2
+
+    def _waiting_in_slices(self, unit: UnitSize, placement: UnitPlacement, trained: int) -> float:
+        """Bytes of gradients in slices that wait until they are copied to the host."""
+        each, weights = self.model.state_bytes.gradient, unit.sliceable
+        # Those of several weights never wait together. A weight that is in several products has one gradient added up.
+        largest = min(trained, unit.largest_parameter or trained)
+        added_up = largest if weights.backward > weights.parameters else 0
+        return each * (min(WAITING_BUCKETS + 1, placement.slices) * largest / placement.slices + added_up)
 
     def _phase_seconds(self, traffic: Traffic, accumulates: bool) -> tuple[list[float], list[float]]:
         """Seconds of each phase for which links are busy, and for which computing stops."""

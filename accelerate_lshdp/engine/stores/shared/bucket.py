@@ -20,8 +20,10 @@ class SharedBucket:
         buffer: all of them, 1-D, in shared memory.
         views: the parts of it that a rank adds to one by one: of each gradient, or of all of them together.
         owner: local rank that sums it between nodes (and updates its parameters, where the node shares these).
-        reduction: sums it between nodes; None on one node, and on ranks that do not own it.
+        reduction: sums it between nodes; None on one node, on ranks that do not own it, and where another bucket goes
+            on with the sum.
         shapes: of the gradients in it; None: those of the views.
+        after: the bucket whose sum over the node this one adds to, in the same memory; None: there is none.
     """
 
     buffer: torch.Tensor
@@ -29,6 +31,7 @@ class SharedBucket:
     owner: int
     reduction: GradientReduction | None
     shapes: Sequence[torch.Size] | None = None
+    after: int | None = None
 
     def __post_init__(self) -> None:
         if self.shapes is None:

@@ -132,8 +132,9 @@ class NodeReduction(NodeRanks):
 
     def _wait_for_memory(self) -> None:
         if self._patience is None:
-            # Ranks wait for those before them alone, and the first one for its own thread: so this ends, if those
-            # before this one need nothing of it until they have handed in all of their buckets.
+            # Ranks wait for those before them alone, and the first one for its own thread (and for buckets that all
+            # have handed in before this one, where it goes on with their sum): so this ends, if those before this one
+            # need nothing of it until they have handed in all of their buckets.
             self._wait(lambda: not self._are_too_many(), "add its gradients", self._held_up_by)
             return
         # Else one of them may wait for this one, and then it would not end. To set gradients aside needs no other one,
@@ -193,7 +194,10 @@ class NodeReduction(NodeRanks):
             return []
         first = self._queue[0]
         if self._rank == 0:
-            return np.flatnonzero(self._table.entered < first.backward).tolist()
+            done, after = self._table.entered, self._buckets[first.index].after
+            if after is not None:
+                done = np.minimum(done, self._table.added[:, after])
+            return np.flatnonzero(done < first.backward).tolist()
         return np.flatnonzero(self._table.added[: self._rank, first.index] < first.backward).tolist()
 
     def _finish_owned(self, index: int, complete: Callable[[int], None] | None = None) -> None:
@@ -295,6 +299,10 @@ class NodeReduction(NodeRanks):
         table = self._table
         if self._rank > 0:
             return table.added[self._rank - 1, contribution.index] >= contribution.backward
+        # Nobody may still be adding to the sum that this one goes on with, in the same memory.
+        after = self._buckets[contribution.index].after
+        if after is not None and table.added[-1, after] < contribution.backward:
+            return False
         # The first rank writes over gradients of the last step: all ranks must have done with them.
         return bool((table.entered >= contribution.backward).all())
 

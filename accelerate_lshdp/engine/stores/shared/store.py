@@ -29,9 +29,11 @@ from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, req
 from accelerate_lshdp.engine.stores.shared.node_buckets import NodeBuckets
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.engine.stores.shared.parameter_watch import ParameterWatch, refuses_changes, sampled_places
+from accelerate_lshdp.engine.stores.shared.pieces import BucketLayout
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
+from accelerate_lshdp.engine.stores.shared.sliced_layout import lay_out_slices
 from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose
-from accelerate_lshdp.engine.wire.buckets import fill_buckets
+from accelerate_lshdp.engine.stores.sliced.choice import SlicedChoice
 from accelerate_lshdp.engine.wire.reduction import GradientReduction
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.profiler_labels import label
@@ -56,6 +58,7 @@ class SharedStore(Store):
             collectives in the backward: a rank that waits in one of them for this rank may be the one that this rank
             waits for, if their forwards have not used the same parameters. Nor, whatever this says, in a backward of
             several models.
+        in_slices: weights whose gradients other nodes, or this one, have in slices.
 
     Raises:
         NodeMemoryError: on all ranks, if the ranks of a node cannot share memory.
@@ -75,26 +78,31 @@ class SharedStore(Store):
         reducing_ranks: int,
         timeout_seconds: float,
         waits_in_backward: bool = True,
+        in_slices: Sequence[SlicedChoice] = (),
     ) -> None:
         super().__init__(context)
         self._waits_in_backward = waits_in_backward
         self._everything = list(parameters_of(context.module) if parameters is None else parameters)
         self._parameters = [p for p in self._everything if p.requires_grad]
-        self._layout = fill_buckets(self._parameters, bucket_bytes, reducing_ranks)
-        self._bucket_of = {index: number for number, bucket in enumerate(self._layout) for index in bucket}
-        self._gradients: list[torch.Tensor | None] = [None] * len(self._parameters)
+        chosen = {id(choice.parameter): choice for choice in in_slices}
+        trained = {i: chosen[id(p)] for i, p in enumerate(self._parameters) if id(p) in chosen}
+        buckets, self._sliced_pieces = lay_out_slices(self._parameters, trained, bucket_bytes, reducing_ranks)
+        self._pieces, self._layout = buckets.pieces, buckets.buckets
+        self._bucket_of = {piece: number for number, bucket in enumerate(self._layout) for piece in bucket}
+        self._gradients: list[torch.Tensor | None] = [None] * len(self._pieces)
         self._fresh = [True] * len(self._parameters)
         self._before: list[torch.Tensor | None] = []  # .grad when the backward began
         self._earlier: dict[int, torch.Tensor] = {}  # owned gradients that were final already
         self._delivered: set[int] = set()
         self._filled: list[set[int]] = [set() for _ in self._layout]
+        self._awaited = [sum(self._pieces[piece].ends for piece in bucket) for bucket in self._layout]
         self._holds_local = self._synchronise = False
         # What tells of changes of gradients in place: torch's counters, and some values, as .data counts nothing.
         self._versions: dict[int, int] = {}
         self._samples: torch.Tensor | None = None
         self._changes = 0
-        self._share(topology, node_group, reduction_of, timeout_seconds)
-        for index, leaf in enumerate(self._make_leaves()):
+        self._share(topology, node_group, reduction_of, buckets, timeout_seconds)
+        for index, leaf in self._make_leaves().items():
             context.attachments.add(leaf.register_post_accumulate_grad_hook(self._hook(index)))
         hook = refuses_changes(self._watch, self._reduction)
         for module in context.module.modules():  # after those of streamed parameters, which wait for a step
@@ -110,6 +118,7 @@ class SharedStore(Store):
         topology: Topology,
         node_group: dist.ProcessGroup,
         reduction_of: Callable[[tuple[int, ...]], GradientReduction | None],
+        laid_out: BucketLayout,
         timeout_seconds: float,
     ) -> None:
         # One mapping for everything: parameters, then gradients, then the table. All ranks of the node compute the
@@ -118,8 +127,15 @@ class SharedStore(Store):
         everything = self._everything  # frozen ones, too: each exists once a node
         places = self._place_parameters(layout)
         parameter_bytes = layout.bytes
-        members = [[self._parameters[index] for index in bucket] for bucket in self._layout]
-        made = NodeBuckets(topology, members, layout, numbers=len(self._parameters), parts=self._stepped_parts())
+        made = NodeBuckets(
+            topology,
+            [[self._piece_of_parameter(piece) for piece in bucket] for bucket in self._layout],
+            layout,
+            numbers=len(self._parameters),
+            parts=self._stepped_parts(),
+            owned_with=laid_out.owned_with,
+            again=laid_out.again,
+        )
         self._place_beside(layout, topology)
         memory = NodeMemory.create(topology, layout.bytes)
         with torch.no_grad():
@@ -136,11 +152,15 @@ class SharedStore(Store):
             parameter.data = view
         self._watch = ParameterWatch(everything, memory.tensor(0, (parameter_bytes // 4,), torch.int32))
         buckets = made.map(memory, reduction_of)
-        self._views = {
-            index: view
-            for indices, bucket in zip(self._layout, buckets, strict=True)
-            for index, view in zip(indices, bucket.views, strict=True)
-        }
+        self._views: dict[int, torch.Tensor] = {}
+        for number, (pieces, bucket) in enumerate(zip(self._layout, buckets, strict=True)):
+            for piece, view in zip((self._pieces[each] for each in pieces), bucket.views, strict=True):
+                if piece.parameter in self._views:
+                    continue
+                if piece.rows is not None:  # the first of several, which lie one after the other
+                    parameter = self._parameters[piece.parameter]
+                    view = memory.tensor(made.places[number], parameter.shape, parameter.dtype)
+                self._views[piece.parameter] = view
         self._words = memory.tensor(0, (layout.bytes // 4,), torch.int32)
         self._places, _ = sampled_places([self._views[index] for index in range(len(self._parameters))], self._words)
         self._reduction = NodeReduction(memory, made.table, buckets, self.clock, timeout_seconds, source)
@@ -148,11 +168,15 @@ class SharedStore(Store):
         weakref.finalize(self, self._reduction.close)
         self.context.attachments.at_removal(functools.partial(_leave, memory, everything))
         node_ranks = topology.node_groups[topology.node]
+        bucket_of = {self._pieces[piece].parameter: buckets[number] for piece, number in self._bucket_of.items()}
         for index, parameter in enumerate(self._parameters):
-            owner = node_ranks[buckets[self._bucket_of[index]].owner]
+            owner = node_ranks[bucket_of[index].owner]
             parameter._lshdp_node_ownership = NodeOwnership(
                 index, owner, owner == topology.rank, node_group, self._reduction
             )
+
+    def _piece_of_parameter(self, piece: int) -> torch.Tensor:
+        return self._pieces[piece].of(self._parameters[self._pieces[piece].parameter].detach())
 
     # What differs where the forward does not compute with the parameters in the memory of the node
 
@@ -179,9 +203,9 @@ class SharedStore(Store):
             require_on_all_ranks(None, topology)
         return GradientSource()
 
-    def _make_leaves(self) -> Sequence[torch.Tensor]:
-        """The tensors that the forward computes with, one for each trainable parameter."""
-        return self._parameters
+    def _make_leaves(self) -> dict[int, torch.Tensor]:
+        """The tensors that the forward computes with and autograd gives a gradient, by trainable parameter."""
+        return dict(enumerate(self._parameters))
 
     def close(self) -> None:
         self._reduction.close()
@@ -249,42 +273,61 @@ class SharedStore(Store):
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """Takes a gradient that autograd has produced, and hands in its bucket if that was the last one missing."""
-        number = self._bucket_of[index]
+        new = self._new_gradient(index, parameter.grad)
+        # So that autograd does not add to a tensor that the thread may be reading by now.
+        parameter.grad = None
+        if index not in self._sliced_pieces:
+            self._take_piece(index, new)
+            return
+        for piece in self._sliced_pieces[index].last:
+            self._take_piece(piece, self._pieces[piece].of(new))
+
+    def _take_piece(self, piece: int, gradient: torch.Tensor) -> None:
+        number = self._bucket_of[piece]
         if number in self._delivered:
             raise RuntimeError(
                 f"gradient buffer {number} became ready twice in one backward. A unit that takes part in a backward "
                 "more than once (several forwards before one backward, reentrant checkpointing) is not supported: use "
                 "one accelerator.backward for each forward, and checkpointing with use_reentrant=False"
             )
-        known = self._gradients[index]
-        new = self._new_gradient(index, parameter.grad)
-        self._gradients[index] = new if known is None else known.add_(new)
-        # So that autograd does not add to a tensor that the thread may be reading by now.
-        parameter.grad = None
-        self._filled[number].add(index)
+        known = self._gradients[piece]
+        self._gradients[piece] = gradient if known is None else known.add_(gradient)
+        self._filled[number].add(piece)
         self._deliver_in_order()
 
     def _deliver_in_order(self, all_of_them: bool = False) -> None:
         """Hands in complete buckets, in the order that all ranks keep."""
         while len(self._delivered) < len(self._layout):
             number = len(self._delivered)
-            indices = self._layout[number]
-            if not all_of_them and len(self._filled[number]) < len(indices):
+            pieces = self._layout[number]
+            if all_of_them:
+                self._complete(number)
+            elif not self._is_complete(number):
                 return
             self._delivered.add(number)
             # From here on they belong to the thread, and are freed when it has added them.
-            gradients = [self._gradients[index] for index in indices]
-            for index in indices:
-                self._gradients[index] = None
-            self._hand_in(number, indices, gradients)
+            gradients = [self._gradients[piece] for piece in pieces]
+            for piece in pieces:
+                self._gradients[piece] = None
+            self._hand_in(number, pieces, gradients)
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether nothing of this backward is still to come for a bucket."""
+        # By number, as it is asked for each gradient. Whole gradients come once, and end theirs.
+        return len(self._filled[number]) >= self._awaited[number]
+
+    def _complete(self, number: int) -> None:
+        """Called before a bucket is handed in at the end of a backward, whatever is missing in it."""
+        return
 
     def _new_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         """What autograd's gradient adds to a parameter's."""
         return gradient
 
-    def _hand_in(self, number: int, indices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
-        """Hands in this rank's part of a bucket: the gradients of the parameters of these indices."""
-        self._reduction.ready(number, gradients, [self._fresh[index] for index in indices], self._synchronise)
+    def _hand_in(self, number: int, pieces: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+        """Hands in this rank's part of a bucket: its gradients of these pieces."""
+        fresh = [piece.starts and self._fresh[piece.parameter] for piece in (self._pieces[each] for each in pieces)]
+        self._reduction.ready(number, gradients, fresh, self._synchronise)
 
     def deliver(self) -> None:
         self._deliver_in_order(all_of_them=True)  # parameters that this rank did not use
@@ -309,9 +352,9 @@ class SharedStore(Store):
         self._versions = {i: p.grad._version for i, p in enumerate(self._parameters) if p.grad is not None}
 
     def _add_earlier(self, number: int) -> None:
-        for index in self._layout[number]:
-            if index in self._earlier:
-                self._views[index].add_(self._earlier[index])
+        for piece in (self._pieces[each] for each in self._layout[number]):
+            if piece.ends and piece.parameter in self._earlier:
+                piece.of(self._views[piece.parameter]).add_(piece.of(self._earlier[piece.parameter]))
 
     def cancel(self) -> None:
         self._synchronise = False
@@ -325,7 +368,7 @@ class SharedStore(Store):
         self._synchronise = self._holds_local = False
         self._before = []
         self._reduction.abandon()
-        self._gradients = [None] * len(self._parameters)
+        self._gradients = [None] * len(self._pieces)
         self._earlier.clear()
         self._versions.clear()
         self._samples = None

@@ -31,6 +31,7 @@ from accelerate_lshdp.engine.stores.sliced.operators import (
     for_computing,
     gradients_of_product,
     linear,
+    note_use,
     with_slices,
 )
 from accelerate_lshdp.engine.stores.sliced.without_values import (
@@ -289,6 +290,7 @@ def head(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
         return linear(input, weight, bias)  # it says what is wrong
     call = HeadCall(x, weight, bias)
     sliced.waiting.append(call)
+    note_use(weight, x, is_product=True)
     return _Head.apply(x, weight, bias, call)
 
 

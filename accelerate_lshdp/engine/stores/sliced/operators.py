@@ -9,11 +9,14 @@ ranks at once. Where the input needs no gradient, and for embeddings, it gathers
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.nn import functional
 
+from accelerate_lshdp.engine.autograd_task import is_in_autograd
 from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
 from accelerate_lshdp.engine.stores.sliced.weight import SlicedWeight
 
@@ -34,6 +37,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def product(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x W^T with slices of W in a precision, shape (..., rows)."""
+    note_use(weight, x, is_product=True)
     return _Linear.apply(x, weight, weight.sliced, dtype)
 
 
@@ -43,6 +47,7 @@ def matmul(input: torch.Tensor, other: torch.Tensor, **options: Any) -> torch.Te
     if sliced is None or options:
         return NotImplemented
     input, dtype = for_computing(input, sliced)
+    note_use(other, input, is_product=True)
     return _Matmul.apply(input, other, sliced, dtype)
 
 
@@ -67,14 +72,23 @@ def embedding(
     if sliced is None or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented
     rows = sliced.rows.rows
-    if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
+    # Elsewhere such rows are NaN: nothing waits for a device here.
+    if input.device.type == "cpu" and input.numel() and not 0 <= int(input.min()) <= int(input.max()) < rows:
         raise IndexError(
             f"found indices from {int(input.min())} to {int(input.max())} for {sliced.name}, expected from 0 to "
             f"{rows - 1}. Correct the batch, or enlarge the embedding"
         )
     # None is no row; a negative one counts from the end.
     padding = -1 if padding_idx is None else padding_idx % rows
+    note_use(weight, is_product=False)
     return _Embedding.apply(input, weight, sliced, padding)
+
+
+def note_use(weight: torch.Tensor, *others: torch.Tensor, is_product: bool) -> None:
+    """Tells a weight that a graph is made of its use; not where activations are computed again, in a backward."""
+    makes_graph = torch.is_grad_enabled() and any(each.requires_grad for each in (weight, *others))
+    if makes_graph and not is_in_autograd():
+        weight.sliced.note_use(is_product=is_product)
 
 
 def with_slices(weight: Any, *others: Any) -> SlicedWeight | None:
@@ -182,24 +196,27 @@ class _Embedding(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sliced, ctx.padding = sliced, padding
         ctx.save_for_backward(indices)
-        slice_of, place = sliced.rows.find(indices)
-        output = torch.empty(*indices.shape, sliced.shape[1], dtype=sliced.dtype, device=sliced.device)
+        known = (indices >= 0) & (indices < sliced.rows.rows)
+        slice_of, place = sliced.rows.find(indices.where(known, 0))
+        slice_of = slice_of.where(known, -1)
+        shape = (*indices.shape, sliced.shape[1])
+        output = torch.full(shape, math.nan, dtype=sliced.dtype, device=sliced.device)
         sliced.announce("forward of rows")
         for index in range(sliced.rows.count):
-            wanted = slice_of == index
-            output[wanted] = sliced.gather(index, sliced.dtype)[place[wanted]]
+            wanted, gathered = slice_of == index, sliced.gather(index, sliced.dtype)
+            if indices.device.type == "cpu":
+                output[wanted] = gathered[place[wanted]]
+            else:  # all of them: how many are wanted is not known without waiting for the device
+                output = torch.where(wanted[..., None], functional.embedding(place, gathered), output)
         return output
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> _Gradients:
         refuse_gradients_of_gradients()
         (indices,), sliced = ctx.saved_tensors, ctx.sliced
-        slice_of, place = sliced.rows.find(indices)
         sliced.announce("backward of rows")
-        for index in range(sliced.rows.count):
-            of_slice = gradient.new_zeros(sliced.rows.gathered, gradient.shape[-1], dtype=sliced.reduce_dtype)
-            wanted = (slice_of == index) & (indices != ctx.padding)
-            sliced.reduce(index, of_slice.index_add_(0, place[wanted], gradient[wanted].to(of_slice.dtype)))
+        nowhere = (indices == ctx.padding) | (indices < 0) | (indices >= sliced.rows.rows)
+        sliced.reduce_rows(indices.masked_fill(nowhere, -1), gradient)
         return None, None, None, None
 
 

@@ -20,11 +20,13 @@ class RowSlices:
         rows: of the whole matrix.
         ranks: that share it.
         slices: that are wanted.
+        multiple: rows of a slice are a multiple of this number, but for the last one's.
     """
 
     rows: int
     ranks: int
     slices: int
+    multiple: int = 1
 
     @property
     def chunk(self) -> int:
@@ -34,7 +36,7 @@ class RowSlices:
     @property
     def size(self) -> int:
         """Rows of a rank that are in one slice, padding included."""
-        return -(-self.chunk // self.slices)
+        return -(-self.chunk // (self.slices * self.multiple)) * self.multiple
 
     @property
     def count(self) -> int:

@@ -1,22 +1,17 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""`SlicedWeight`: one weight of which each rank keeps a chunk of rows, and which is gathered one slice at a time."""
+"""`SlicedWeight`: one weight that is on the device one slice at a time, whatever the slices come from."""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
-from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
-from accelerate_lshdp.engine.stores.sliced.order import CollectiveOrder
 from accelerate_lshdp.engine.stores.sliced.rows import RowSlices
-from accelerate_lshdp.runtime.agreement import all_meet_here
 
 
 #: Forwards of which a script reads the logits, until they are computed at once; it may read some for a log alone.
@@ -33,75 +28,42 @@ class WaitingCall(Protocol):
         """Says that the model's forward has ended."""
 
 
-class SlicedWeight:
-    """A weight whose rows are cut among the ranks of a mesh, in the place of the whole one in its modules.
+class SlicedWeight(ABC):
+    """A weight whose rows come to the device slice by slice.
 
     Args:
         name: of the parameter in the model.
-        whole: the parameter, the same on all ranks; it is not kept.
         places: modules that have it, and its name in each.
-        slices: in which it is gathered.
-        kind: how its unit is kept.
+        rows: which of its rows are in which slice.
         device: where the forward runs.
-        order: announces its collectives.
 
     Attributes:
-        rows: which of its rows are in which slice.
-        pending: the sum over all ranks of this rank's rows of its gradient, as far as it is not in ``.grad``.
         hooks: of its gradient, by number: each is given a slice of it, of this rank alone, and returns another one.
-        on_gradient: called when a backward has produced a gradient for it.
         waiting: while the model's forward runs, its calls as a head whose logits may not be needed. None: logits are
             computed at once.
         forwards: how many forwards of the model have begun.
     """
 
     def __init__(
-        self,
-        name: str,
-        whole: nn.Parameter,
-        places: Sequence[tuple[nn.Module, str]],
-        slices: int,
-        *,
-        kind: UnitKind,
-        device: torch.device,
-        order: CollectiveOrder,
+        self, name: str, places: Sequence[tuple[nn.Module, str]], rows: RowSlices, *, device: torch.device
     ) -> None:
         self.name = name
         self.places = list(places)
+        self.rows = rows
         self.device = device
-        self.pending: torch.Tensor | None = None
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]] = OrderedDict()
-        self.on_gradient: Callable[[], None] | None = None
         self.waiting: list[WaitingCall] | None = None
         self.forwards = 0
         self._depth = 0
         self._read = 0
         self._steps = 0
-        self._kind = kind
-        self._order = order
-        self._group = kind.mesh.get_group()
-        self.rows = RowSlices(whole.shape[0], kind.mesh.size(), slices)
-        start = self._group.rank() * self.rows.chunk
-        # A copy: a view would keep the whole weight alive. FSDP2 cuts in the same way.
-        chunk = whole.detach()[start : start + self.rows.chunk].to(device, copy=True).contiguous()
-        sharded = self._as_sharded(chunk, whole.shape)
-        self._set(nn.Parameter(sharded, requires_grad=whole.requires_grad))
-
-    def _as_sharded(self, local: torch.Tensor, shape: torch.Size) -> DTensor:
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return DTensor.from_local(
-            local, self._kind.mesh, [Shard(0)], run_check=False, shape=shape, stride=strides
-        ).detach()
 
     # In its modules
 
     @property
+    @abstractmethod
     def parameter(self) -> nn.Parameter:
-        """The sharded parameter: what optimizers, state dicts and the script see."""
-        # Asked of the module outside of forwards: `load_state_dict(assign=True)` puts another one there.
-        if isinstance(found := self._registered(), DTensor):
-            self._parameter = found
-        return self._parameter
+        """What optimizers, state dicts and the script see."""
 
     def _registered(self) -> torch.Tensor:
         module, name = self.places[0]
@@ -112,10 +74,9 @@ class SlicedWeight:
         for module, name in self.places:
             module._parameters[name] = tensor
 
+    @abstractmethod
     def replace(self, stand_in: torch.Tensor) -> None:
         """Puts a stand-in where the parameter is registered."""
-        self._parameter = self.parameter
-        self._set(stand_in)
 
     def restore(self) -> None:
         """Registers the parameter again."""
@@ -126,20 +87,19 @@ class SlicedWeight:
         return self.parameter.shape
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The precision of the forward."""
-        return self._kind.policies.precision.param_dtype or self.parameter.dtype
 
     @property
+    @abstractmethod
     def reduce_dtype(self) -> torch.dtype:
         """The precision in which gradients are summed."""
-        return self._kind.policies.precision.reduce_dtype or self.parameter.dtype
 
     @property
+    @abstractmethod
     def version(self) -> tuple[int, int, int]:
         """What differs when the weight has changed."""
-        # What optimizers do to many tensors at once counts for none of them.
-        return id(self.parameter), self.parameter._version, self._steps
 
     def require_version(self, version: tuple[int, int, int]) -> None:
         """Raises RuntimeError if a backward is to gather other values than those of its forward, as autograd does."""
@@ -189,80 +149,68 @@ class SlicedWeight:
             forward: the number of their forward, the same on all ranks.
 
         Raises:
-            RuntimeError: not all ranks do so: the others are in another collective, and cannot be asked in one.
+            RuntimeError: this rank alone cannot compute them.
         """
-        place = f"model {self._order.number}: logits of {self.name} of forward {forward}"
-        if self.rows.ranks > 1 and not all_meet_here(place):
-            raise RuntimeError(
-                f"found the logits of {self.name} in use on this rank and not on all, expected it on all: the head "
-                "is in slices, so all ranks gather its weight to compute them. Read them on all ranks, or give the "
-                'unit of the head "slices": 1 in the placement'
-            )
         self._read += 1
 
     # Slices
 
+    def note_use(self, *, is_product: bool) -> None:
+        """Says that a forward uses the weight, in a product or as rows, and that a backward of it may come."""
+        return
+
     def announce(self, what: str) -> None:
-        """Says that this rank is about to use the weight (collective).
+        """Says that this rank is about to use the weight (collective where slices are).
 
         Raises:
-            RuntimeError: see `CollectiveOrder.announce`.
+            RuntimeError: others use another one; see `CollectiveOrder.announce`.
         """
-        self._order.announce(f"{what} of {self.name}")
+        return
 
+    @abstractmethod
     def gather(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """Gathers a slice (collective), shape (gathered rows, ...); padding is zeros."""
-        own = self._local()[self.rows.own(self._group.rank(), index)]
-        shape = (self.rows.gathered, *own.shape[1:])
-        flat = self._kind.all_gather.allocate((math.prod(shape),), dtype=dtype, device=self.device)
-        # The rank's own part is a view of its place, as that of FSDP2's units: no second buffer.
-        part = flat.view(self.rows.ranks, -1)[self._group.rank()]
-        used = own.numel()
-        part[:used].copy_(own.reshape(-1))
-        part[used:].zero_()  # products with padding must not be NaN
-        if self.rows.ranks > 1:
-            self._kind.all_gather(output_tensor=flat, input_tensor=part, group=self._group, async_op=False)
-        return flat.view(shape)
+        """Brings a slice to the device (collective where ranks share it).
 
+        Args:
+            index: of the slice; they come one after the other.
+            dtype: that is wanted.
+
+        Returns:
+            Shape (gathered rows, ...); padding is zeros.
+        """
+
+    @abstractmethod
     def reduce(self, index: int, gradient: torch.Tensor) -> None:
-        """Sums a slice's gradient over the ranks (collective), and keeps this rank's rows.
+        """Takes a slice's gradient (collective where ranks share it).
 
         Args:
             index: of the slice.
             gradient: of this rank's loss, shape (gathered rows, ...); of padding, anything.
         """
+
+    def reduce_rows(self, places: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Takes the gradient of single rows (collective where ranks share them).
+
+        Args:
+            places: the row that each of some gradients belongs to; negative: to none. Any shape.
+            gradient: of these rows, shape (..., columns).
+        """
+        for index in range(self.rows.count):
+            self.reduce(index, self.slice_of_rows(index, places, gradient))
+
+    def slice_of_rows(self, index: int, places: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of one slice, shape (gathered rows, columns); arguments as of `reduce_rows`."""
+        slice_of, place = self.rows.find(places.clamp(min=0))
+        of_slice = gradient.new_zeros(self.rows.gathered, gradient.shape[-1], dtype=self.reduce_dtype)
+        wanted = (slice_of == index) & (places >= 0)
+        if places.device.type == "cpu":
+            return of_slice.index_add_(0, place[wanted], gradient[wanted].to(of_slice.dtype))
+        # All of them, those of others as zeros: how many belong here is not known without waiting for the device.
+        added = gradient.to(of_slice.dtype).masked_fill(~wanted[..., None], 0)
+        return of_slice.index_add_(0, place.reshape(-1), added.reshape(-1, added.shape[-1]))
+
+    def _through_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
         for hook in self.hooks.values():
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        sent = gradient.to(self.reduce_dtype).reshape(-1)
-        if self.rows.ranks > 1:
-            summed = self._kind.reduce_scatter.allocate(
-                (sent.numel() // self.rows.ranks,), dtype=sent.dtype, device=sent.device
-            )
-            self._kind.reduce_scatter(
-                output_tensor=summed, input_tensor=sent, group=self._group, op=dist.ReduceOp.SUM, async_op=False
-            )
-        else:
-            summed = sent
-        local = self._local()
-        if self.pending is None:
-            self.pending = torch.zeros_like(local)
-        rows = self.pending[self.rows.own(self._group.rank(), index)]
-        rows.add_(summed[: rows.numel()].view(rows.shape))
-        if self.on_gradient is not None:
-            self.on_gradient()
-
-    def deliver(self) -> None:
-        """Adds what is pending to ``.grad``."""
-        pending, self.pending = self.pending, None
-        if pending is None:
-            return
-        parameter = self.parameter
-        if parameter.grad is None:
-            parameter.grad = self._as_sharded(pending, parameter.shape)
-        else:
-            parameter.grad.to_local().add_(pending)
-
-    @torch.no_grad()
-    def _local(self) -> torch.Tensor:
-        return self.parameter.detach().to_local()
+        return gradient

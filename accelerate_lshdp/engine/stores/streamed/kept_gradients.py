@@ -33,13 +33,19 @@ class KeptGradients:
         parameters: whose gradients they are, in host memory; sums have their precision.
         device: where gradients are computed.
         arriving: knows the streams that compute gradients.
+        without: indices of parameters whose gradients are never kept.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], device: torch.device, arriving: DeviceGradients
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        device: torch.device,
+        arriving: DeviceGradients,
+        *,
+        without: Collection[int] = (),
     ) -> None:
         self._parameters = parameters
-        self._bytes = sum(p.numel() * p.dtype.itemsize for p in parameters)
+        self._bytes = sum(p.numel() * p.dtype.itemsize for i, p in enumerate(parameters) if i not in without)
         self._device = device
         self._streams = torch.get_device_module(device)
         self._arriving = arriving

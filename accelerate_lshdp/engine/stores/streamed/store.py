@@ -93,14 +93,14 @@ class StreamedStore(SharedStore):
             self.context.attachments.at_removal(functools.partial(move, parameter, parameter.device))
         # Unit by unit, so that each is one piece, which is copied at once.
         self._members = self._divide()
-        places = {index: layout.place(_bytes_of(self._everything[index])) for index in sum(self._members, [])}
+        places = {index: layout.place(_bytes_of(self._everything[index])) for index in sum(self._parts(), [])}
         self._sources = places
         return [places[index] for index in range(len(self._everything))]
 
     def _divide(self) -> list[list[int]]:
         """Indices of the parameters of each unit; the last one is what is in no unit."""
         indices = {id(parameter): index for index, parameter in enumerate(self._everything)}
-        rest = dict.fromkeys(range(len(self._everything)))
+        rest = dict.fromkeys(indices.values())
         members = []
         for modules in self._modules:
             own = dict.fromkeys(
@@ -111,8 +111,12 @@ class StreamedStore(SharedStore):
                 rest.pop(index, None)
         return [*members, list(rest)]
 
+    def _parts(self) -> list[list[int]]:
+        """Indices of the parameters that are stepped, and then read by the device, together: units first."""
+        return self._members
+
     def _stepped_parts(self) -> int:
-        return len(self._members)
+        return len(self._parts())
 
     def _place_beside(self, layout: Layout, topology: Topology) -> None:
         if any(self._computed_dtype(parameter) != parameter.dtype for parameter in self._everything):
@@ -123,7 +127,8 @@ class StreamedStore(SharedStore):
                 for index in self._sources
             }
             self._are_cast = True
-        largest = max((sum(_bytes_of(self._parameters[i]) for i in bucket) for bucket in self._layout), default=0)
+        sizes = (sum(_bytes_of(self._piece_of_parameter(piece)) for piece in bucket) for bucket in self._layout)
+        largest = max(sizes, default=0)
         largest = min(largest, LARGEST_BYTES)  # those of large parameters come in pieces
         stagings = [layout.place(largest) for _ in topology.node_groups[topology.node]]
         self._staging = slice(stagings[topology.local_rank], stagings[topology.local_rank] + largest)
@@ -149,10 +154,10 @@ class StreamedStore(SharedStore):
             if memory.local_rank == 0:
                 self._cast(masters, self._casts)
         self._arriving = DeviceGradients(self._device, self._bytes[self._staging])
-        self._kept = KeptGradients(self._parameters, self._device, self._arriving)
+        self._kept = KeptGradients(self._parameters, self._device, self._arriving, without=self._in_slices())
         return self._arriving
 
-    def _make_leaves(self) -> list[torch.Tensor]:
+    def _make_leaves(self) -> dict[int, torch.Tensor]:
         copies = torch.get_device_module(self._device).Stream(self._device)
         units = []
         for modules, members in zip([*self._modules, (self.module,)], self._members, strict=True):
@@ -179,10 +184,9 @@ class StreamedStore(SharedStore):
         )
         move_buffers(self.module, self._device, self.context.attachments)
         places = {id(m): (unit, place) for unit in units for place, m in enumerate(unit.masters)}
-        self._place_in_unit = [places[id(parameter)] for parameter in self._parameters]
-        leaves = [unit.leaves[place] for unit, place in self._place_in_unit]
-        self._master_of = {id(leaf): master for leaf, master in zip(leaves, self._parameters, strict=True)}
-        self._leaves = leaves
+        self._place_in_unit = {i: places[id(p)] for i, p in enumerate(self._parameters) if id(p) in places}
+        self._leaves = {index: unit.leaves[place] for index, (unit, place) in self._place_in_unit.items()}
+        self._master_of = {id(leaf): self._parameters[index] for index, leaf in self._leaves.items()}
         self._are_stepped = False
         self._ids = {id(parameter) for parameter in self._everything}
         self.context.attachments.at_removal(self._stop_reading)
@@ -200,12 +204,12 @@ class StreamedStore(SharedStore):
             if isinstance(module, nn.RNNBase):
                 # cuDNN's own memory for all weights would take those on the device away from the unit.
                 change(module, "flatten_parameters", _leave_apart, self.context.attachments)
-        return leaves
+        return self._leaves
 
     def _make_late_step(self) -> LateStep:
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         trained = {index: places[id(p)] for index, p in enumerate(self._everything) if id(p) in places}
-        parts = [[trained[index] for index in members if index in trained] for members in self._members]
+        parts = [[trained[index] for index in members if index in trained] for members in self._parts()]
         owned = [place for place in trained.values() if self._owns(place)]
         # Lists of tensors, and not this store, which a step that is under way would keep alive.
         casts = {
@@ -224,8 +228,16 @@ class StreamedStore(SharedStore):
             device=self._device,
         )
 
+    def _in_slices(self) -> Collection[int]:
+        """Indices of the parameters whose gradients are never whole on the device."""
+        return ()
+
+    def _step_order(self) -> list[int]:
+        """The numbers of the parts in the order in which a forward needs them."""
+        return self._streaming.order()
+
     def gradient_leaves(self) -> Iterator[torch.Tensor]:
-        yield from self._leaves
+        yield from self._leaves.values()
 
     def gathered_parameters(self) -> dict[int, nn.Parameter]:
         return self._master_of
@@ -243,14 +255,15 @@ class StreamedStore(SharedStore):
 
     def begin(self, synchronise: bool) -> None:
         self._late.settle()  # it reads gradients where this backward writes its own
-        for leaf in self._leaves:
+        for leaf in self._leaves.values():
             leaf.grad = None  # of a backward of the script's own
         self._streaming.backward_begins()
         self._arriving.begin()
         self._micro_batches.begin(synchronise, goes_on=self._holds_local)
         super().begin(synchronise)
-        if self._holds_local and not self._micro_batches.are_on_host:
-            self._fresh = [True] * len(self._fresh)  # what is on the host is of the step before
+        if self._holds_local:
+            # What is on the host is of the step before.
+            self._fresh = [own or not self._is_on_host(index) for index, own in enumerate(self._fresh)]
 
     def _begin_reduction(self, waits: bool) -> None:
         # Always bounded: a script runs ahead of its device, and what waits takes the memory of that.
@@ -259,17 +272,21 @@ class StreamedStore(SharedStore):
     def _new_gradient(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         return self._kept.add(index, gradient, keeps=self._micro_batches.keeps)
 
-    def _hand_in(self, number: int, indices: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
+    def _is_on_host(self, index: int) -> bool:
+        """Whether earlier backwards of this step have added a parameter's gradients in host memory."""
+        return self._micro_batches.are_on_host
+
+    def _hand_in(self, number: int, pieces: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
         # Also those of parameters that only micro-batches before this one have used.
-        gradients = [self._kept.take(i) if g is None else g for i, g in zip(indices, gradients, strict=True)]
+        gradients = [self._kept.take(i) if g is None else g for i, g in zip(pieces, gradients, strict=True)]
         if not self._micro_batches.keeps:
-            super()._hand_in(number, indices, gradients)
+            super()._hand_in(number, pieces, gradients)
             return
-        for index, gradient in zip(indices, gradients, strict=True):
+        for index, gradient in zip(pieces, gradients, strict=True):
             if gradient is not None:
                 self._kept.keep(index, gradient)
         # The ranks of the node count their backwards together.
-        self._reduction.ready(number, [None] * len(indices), [False] * len(indices), synchronise=False)
+        self._reduction.ready(number, [None] * len(pieces), [False] * len(pieces), synchronise=False)
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         self._arriving.computed_here()
@@ -303,7 +320,7 @@ class StreamedStore(SharedStore):
         let_go(parts)
         brought = self._kept.take_all()
         for index, view in self._views.items() if self._holds_local else ():
-            if not self._micro_batches.are_on_host:
+            if not self._is_on_host(index):
                 view.zero_()
             if index in brought:
                 view.add_(brought[index])
@@ -313,7 +330,7 @@ class StreamedStore(SharedStore):
     def holds_gradients(self, among: Collection[int] | None = None) -> bool:
         if not self._holds_local:
             return super().holds_gradients(among)
-        on_host = self._views.items() if self._micro_batches.are_on_host else ()
+        on_host = [(index, view) for index, view in self._views.items() if self._is_on_host(index)]
         asked = [view for index, view in on_host if among is None or id(self._parameters[index]) in among]
         return self._kept.hold_any(among) or any(bool(view.any()) for view in asked)
 
@@ -371,7 +388,7 @@ class StreamedStore(SharedStore):
         # Not a barrier, as in memory that is computed with: each unit waits for the ranks that have stepped it.
         if self._are_stepped:
             self._samples = None
-            self._late.ends(self._streaming.order())
+            self._late.ends(self._step_order())
 
     def step_is_over(self) -> None:
         self._late.is_over()

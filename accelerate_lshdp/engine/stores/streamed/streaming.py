@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from accelerate_lshdp.engine.attachments import Attachments
+from accelerate_lshdp.engine.autograd_task import is_in_autograd
 from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits
 from accelerate_lshdp.engine.stores.streamed.containers import change_tensors, tensors_in
 from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
@@ -196,7 +198,7 @@ class Streaming:
         self._late.wait_for(self._numbers[unit])
         unit.use()
         if unit is not self._rest:
-            if _is_in_autograd():  # activations are computed again
+            if is_in_autograd():  # activations are computed again
                 self._fetch_next(unit, self._before)
             else:
                 self._note_order(unit)
@@ -255,7 +257,7 @@ class Streaming:
         can_be_seen = self._watch_outputs(forward, output)
         if unit is not self._rest and torch.is_grad_enabled():
             can_be_seen = self._watch_what_stays(forward) and can_be_seen
-        if any(self._forwards.get(each) for each in unit.modules) or _is_in_autograd():
+        if any(self._forwards.get(each) for each in unit.modules) or is_in_autograd():
             return output  # it is still in use
         if unit is self._rest and not torch.is_grad_enabled():
             self.release()  # what was fetched ahead and not used, too
@@ -289,7 +291,9 @@ class Streaming:
     def _watch_outputs(self, forward: _Forward, output: Any) -> bool:
         """Lets the backward of a forward begin with its unit on the device; False if it cannot be seen coming."""
         unit = forward.unit
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # Logits of a head in slices that were not computed give no gradient: their loss does.
+        given = (tensor for tensor in tensors_in(output) if not isinstance(tensor, SlicedLogits))
+        tensors = [tensor for tensor in given if tensor.requires_grad]
         # A parameter itself, or a part of one, is there for whoever gets it, and its gradient needs no other.
         watched = [tensor for tensor in tensors if not self._is_parameter(tensor)]
         for tensor in watched:
@@ -333,8 +337,3 @@ class Streaming:
         is_done = self._in_backward[unit] <= 0 and not self._awaited.get(unit)
         if is_done and unit is not self._rest and unit not in self._unseen:
             unit.release()
-
-
-def _is_in_autograd() -> bool:
-    """Whether autograd is computing gradients: a forward is then one of activations that are computed again."""
-    return torch._C._current_graph_task_id() != -1

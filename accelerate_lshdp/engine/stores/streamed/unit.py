@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate_lshdp.engine.stores.streamed.containers import tensors_in
-from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.engine.stores.streamed.masters import require_followable, require_registered
 
 
 #: Attributes that every module has.
@@ -144,28 +144,9 @@ class StreamedUnit:
     def _follow_masters(self) -> None:
         """Takes over what the script has changed about the parameters in host memory since."""
         for slot in self._slots:
-            found = slot.module._parameters.get(slot.name)
-            if found is not self.masters[slot.index]:
-                raise RuntimeError(
-                    f"found another tensor in the place of {slot.name} of {type(slot.module).__name__} "
-                    "(functional_call, load_state_dict with assign=True, or a new parameter): the forward would "
-                    "compute with the one that prepare() has found. Use load_state_dict, or a copy.deepcopy of the "
-                    "model for other weights, and change modules before prepare()"
-                )
+            require_registered(slot.module, slot.name, self.masters[slot.index])
         for leaf, master, trains in zip(self.leaves, self.masters, self._trains, strict=True):
-            if master.requires_grad and not trains:
-                raise RuntimeError(
-                    "found parameters unfrozen that were frozen when the model was prepared, so their gradients have "
-                    "no place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible "
-                    "later, too"
-                )
-            # Ours is the only one of these that autograd need not call.
-            if len(master._post_accumulate_grad_hooks or ()) > int(trains):
-                raise RuntimeError(
-                    "found hooks of register_post_accumulate_grad_hook on parameters in host memory, whose gradients "
-                    "are computed on the device, and are there when all ranks have added theirs. Use "
-                    f"{option_advice('intra_node', 'collectives')}, or strategy ddp"
-                )
+            require_followable(master, trains)
             if leaf.requires_grad != master.requires_grad:
                 leaf.requires_grad_(master.requires_grad)
             # Hooks of the script on gradients, which autograd only gives to what it has computed with.
