@@ -127,6 +127,15 @@ def test_special_placements_equal_one_process(workers, setting):
     run(workers, setting)
 
 
+@pytest.mark.parametrize("store", [UnitStore.NODE, UnitStore.REPLICATE], ids=str)
+def test_units_of_one_store_may_all_be_frozen(workers, store):
+    """As where adapters are trained (LoRA): nothing of embeddings and heads has a gradient."""
+    names = ("", "transformer.h.0")
+    placement = ModelPlacement({name: UnitPlacement(store) for name in names}, UnitPlacement(UnitStore.WORLD))
+    frozen = ("wte", "wpe", "ln_f", "h.0.")
+    run(workers, Setting("osdp", (3, 1), (2,), model="gpt2", placement=placement, layers=LAYERS, frozen=frozen))
+
+
 def trained_in_two_backwards(plan: Plan, parts: tuple[float, ...]) -> dict[str, torch.Tensor]:
     """The gradients of a step whose loss is the sum of parts with a forward and a synchronised backward each."""
     case = CASES["vit"]

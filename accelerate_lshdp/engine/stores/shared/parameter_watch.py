@@ -124,7 +124,8 @@ def sampled_places(tensors: Sequence[torch.Tensor], words: torch.Tensor) -> tupl
         tensors: in the memory of the words.
         words: of the node's memory, as int32.
     """
-    places, owners = [], []
+    nothing = torch.zeros(0, dtype=torch.long)  # there may be no tensors, as where all parameters are frozen
+    places, owners = [nothing], [nothing]
     for index, tensor in enumerate(tensors):
         count = tensor.numel() * tensor.dtype.itemsize // words.dtype.itemsize
         first = (tensor.data_ptr() - words.data_ptr()) // words.dtype.itemsize
