@@ -155,6 +155,15 @@ class FrozenEnds(Plain):
         self.head.weight.requires_grad_(False)
 
 
+class FrozenRest(Plain):
+    """Nothing is trained that is in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.requires_grad_(False)
+        self.head.requires_grad_(False)
+
+
 class SideEnds(Plain):
     """An embedding and a head that compute twice, once in a stream of their own, where the device has some."""
 
@@ -433,6 +442,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         UsedTwice,
         Padded,
         FrozenEnds,
+        FrozenRest,
         SideEnds,
         LowRank,
         FrozenBelow,

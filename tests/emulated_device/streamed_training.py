@@ -56,6 +56,7 @@ class Case:
         devices: types of the devices of each node; empty: all are emulated.
         wire_format: of gradients between nodes.
         slices: in which what is in no unit has its large weights.
+        blocks: where those are kept, if anything is said of single units.
     """
 
     model: str = "Plain"
@@ -73,13 +74,15 @@ class Case:
     devices: tuple[str, ...] = ()
     wire_format: str = "fp32"
     slices: int = 1
+    blocks: str = "host"
 
     @property
     def placement(self) -> ModelPlacement | None:
         """What is said of single units."""
-        if self.slices == 1:
+        if self.slices == 1 and self.blocks == "host":
             return None
-        return ModelPlacement({"": UnitPlacement(UnitStore.HOST, slices=self.slices)}, UnitPlacement(UnitStore.HOST))
+        rest = UnitPlacement(UnitStore.HOST, slices=self.slices)
+        return ModelPlacement({"": rest}, UnitPlacement(UnitStore(self.blocks)))
 
     @property
     def topology(self) -> Topology:
@@ -130,13 +133,13 @@ def make_model(case: Case) -> nn.Module:
     return models.MODELS[case.model]().to(getattr(torch, case.dtype))
 
 
-def place(case: Case, model: nn.Module) -> tuple[Engine, PreparedModel]:
+def place(case: Case, model: nn.Module, intra_node: str = "auto") -> tuple[Engine, PreparedModel]:
     topology = case.topology
     resolve = functools.partial(resolve_policies, Strategy(case.strategy))
     if case.placement is not None:
         resolve = functools.partial(resolve_placement, case.placement)
     placement = Placement(
-        resolve(topology, device_type=case.device.type, mixed_precision=case.precision),
+        resolve(topology, device_type=case.device.type, mixed_precision=case.precision, intra_node=intra_node),
         topology,
         device=case.device,
         clock=WaitClock(),
@@ -303,11 +306,13 @@ def misused(how: str, slices: int = 1) -> str:
         model.head.weight.register_hook(lambda gradient: gradient)
     if how == "other operator":
         model.head.register_forward_hook(lambda head, args, output: output + head.weight.sum())
+    if how == "two losses":
+        model.head.bias = None  # whose gradient comes last, and the bucket of the weight would wait for it
     if how == "post hook":
         model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    _, prepared = place(Case(nodes=(1,), slices=slices), model)
     tokens = models.batch(0).to("emulated")
     try:
+        _, prepared = place(Case(nodes=(1,), slices=slices), model, "collectives" if how == "collectives" else "auto")
         if how == "functional_call":
             zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
             torch.func.functional_call(model, zeros, (tokens,))
@@ -319,15 +324,32 @@ def misused(how: str, slices: int = 1) -> str:
         elif how == "changed":
             model.blocks[0].register_forward_hook(lambda block, *_: block.up.weight.data.add_(1))
             model.blocks[0].register_forward_pre_hook(lambda block, _: block.down.bias.detach().zero_())
+        elif how == "two losses":
+            losses = [models.loss_of(model, each) for each in (tokens, tokens.flip(1))]
+            backward(prepared, losses[0], retain_graph=True)
+            backward(prepared, losses[0] + losses[1])
         elif how == "stale":
             loss = models.loss_of(model, tokens)
             prepared.before_step()
             prepared.after_step()
             backward(prepared, loss)
         backward(prepared, models.loss_of(model, tokens))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "no error"
+
+
+def embeds_unknown_index(slices: int) -> tuple[list[bool], bool]:
+    """Whether rows of an embedding are NaN, the second one's index being too large; whether its gradient is none."""
+    device.join_device_world()
+    model = make_model(Case())
+    _, prepared = place(Case(nodes=(1,), slices=slices), model)
+    seen: list[torch.Tensor] = []
+    model.embed.register_forward_hook(lambda embed, args, output: seen.append(output))
+    model(torch.tensor([[1, models.WORDS]]).to("emulated"))
+    rows = seen[0][0]
+    backward(prepared, rows.nan_to_num().sum())
+    return [bool(each.isnan().any()) for each in rows.cpu()], bool(model.embed.weight.grad.isfinite().all())
 
 
 def kept_after_interrupt() -> list[str]:
@@ -382,10 +404,10 @@ def reads_logits_on_one_rank() -> float:
     return max(error, *((one.grad - other.grad).abs().max().item() for one, other in pairs))
 
 
-def two_losses_of_one_graph(slices: int) -> float:
-    """How far gradients are off after a backward of the loss, and one of activations in the same graph."""
+def two_losses_of_one_graph(slices: int, model_name: str = "Tied") -> float:
+    """How far gradients are off after a backward of the loss, and one of something else in the same graph."""
     device.join_device_world()
-    case = Case(model="Tied", nodes=(1,), slices=slices)
+    case = Case(model=model_name, nodes=(1,), slices=slices)
     model = make_model(case)
     alone = copy.deepcopy(model)
 
@@ -394,6 +416,8 @@ def two_losses_of_one_graph(slices: int) -> float:
         hook = net.blocks[1].register_forward_hook(lambda block, args, output: seen.append(output))
         loss = models.loss_of(net, tokens)
         hook.remove()
+        if model_name == "Plain":  # both losses, of two forwards
+            return [loss, loss + models.loss_of(net, tokens.flip(1))]
         return [loss, seen[0].square().mean()]
 
     first, second = losses(alone, models.batch(0))

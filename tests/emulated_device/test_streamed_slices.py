@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_streamed import SLOW
 
 
 pytestmark = [
@@ -15,10 +16,6 @@ pytestmark = [
     pytest.mark.timeout(300),  # the first test builds the device
 ]
 
-SLOW = {
-    "copies": (("copy_delay", 0.004), ("to_device", 1e8), ("to_host", 1e8)),
-    "compute": (("compute_delay", 0.0005),),
-}
 MODELS = (
     "Plain",
     "Tied",
@@ -98,8 +95,9 @@ def test_a_graph_that_is_kept_has_a_second_backward(on_device: Callable[..., lis
     assert max(on_device("streamed_training", "backward_twice", model, 3)) < 1e-12
 
 
-def test_a_second_backward_may_leave_the_head_out(on_device: Callable[..., list]) -> None:
-    assert max(on_device("streamed_training", "two_losses_of_one_graph", 3)) < 1e-12
+@pytest.mark.parametrize("model", ["Tied", "Plain"], ids=["without the head", "with another product of it"])
+def test_a_second_backward_may_be_of_another_loss(on_device: Callable[..., list], model: str) -> None:
+    assert max(on_device("streamed_training", "two_losses_of_one_graph", 3, model)) < 1e-12
 
 
 def test_gradients_go_to_the_host_beside_the_backward(on_device: Callable[..., list]) -> None:
@@ -125,12 +123,25 @@ def test_the_device_has_parts_of_a_large_vocabulary(on_device: Callable[..., lis
         ("hook", "found hooks of register_hook on head.weight, which is in slices"),
         ("post hook", "found hooks of register_post_accumulate_grad_hook"),
         ("other operator", "found head.weight, which is in slices, in sum"),
+        ("two losses", "found another gradient of head.weight, which is in slices, after those"),
+        ("collectives", 'found slices of what is in no unit \\(""\\) in store "host".* Use .*auto'),
         ("stale", "found head.weight, which is in slices, changed after a forward|through a forward of"),
     ],
 )
 def test_what_cannot_be_right_is_said(on_device: Callable[..., list], how: str, message: str) -> None:
     (found,) = on_device("streamed_training", "misused", how, 3)
     assert re.search(message, found), found
+
+
+def test_an_unknown_index_shows_as_nan(on_device: Callable[..., list]) -> None:
+    # As nothing waits for the device; and its gradient goes nowhere.
+    assert on_device("streamed_training", "embeds_unknown_index", 3) == [([False, True], True)]
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_what_is_on_the_host_may_all_be_frozen(on_device: Callable[..., list], slices: int) -> None:
+    """As where adapters are trained (LoRA)."""
+    check(on_device, model="FrozenRest", slices=slices, blocks="world", delays=SLOW["copies"])
 
 
 def test_logits_are_read_on_one_rank_alone(on_device: Callable[..., list]) -> None:

@@ -68,7 +68,7 @@ class SlicedGradients:
             self._slices[index] = gradient
             return self.pieces.first[index]
         known = self._slices.get(index)
-        self._slices[index] = gradient if known is None else self._sum([known, gradient])
+        self._slices[index] = gradient if known is None else self.sum_of([known, gradient])
         is_last = self._came >= self._products and not self._has_rows
         return self.pieces.last[index] if is_last and not self.pieces.first else None
 
@@ -88,21 +88,25 @@ class SlicedGradients:
         parts = [] if product is None else [product]
         if is_first or not self._rows:
             return product
-        self._wait()
+        self._wait_for_all()
         parts += [self.weight.own_rows(index, *each) for each in self._rows]
         self._keep(itertools.chain(*self._rows))
         return self._sum(parts)
 
+    def sum_of(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A sum in the precision of the weight, computed in the current stream from gradients of any."""
+        self._wait_for_all()
+        return self._sum(parts)
+
     def _sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A sum in the precision of the weight, whatever streams have computed its parts."""
-        self._wait()
         total = parts[0].to(self.weight.reduce_dtype, copy=True)
         for part in parts[1:]:
             total.add_(part)
         self._keep(parts)
         return total
 
-    def _wait(self) -> None:
+    def _wait_for_all(self) -> None:
+        """Lets the current stream wait for all gradients so far: a script may compute its forwards in several."""
         for event in self._arriving.note():
             self._current_stream().wait_event(event)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,6 @@ class SlicedStreamedStore(StreamedStore):
 
     def _is_sliced(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._chosen
-
-    def _in_slices(self) -> Collection[int]:
-        return self._sliced_pieces.keys()
 
     def _make_leaves(self) -> dict[int, torch.Tensor]:
         self._sliced = {i: SlicedGradients(pieces, self._arriving) for i, pieces in self._sliced_pieces.items()}
@@ -126,8 +123,13 @@ class SlicedStreamedStore(StreamedStore):
         self._require_open(index, number)
         self._arriving.computed_here()
         piece = self._sliced[index].add_slice(number, gradient)
-        if piece is not None:
-            self._take_piece(piece, self._sliced[index].take(piece))
+        if piece is None:
+            return
+        total, handed_in = self._sliced[index].take(piece), self._gradients[piece]
+        if handed_in is not None:  # by a product whose bucket waits for those before it
+            self._gradients[piece] = None
+            total = self._sliced[index].sum_of([handed_in, total])
+        self._take_piece(piece, total)
 
     def _take_rows(self, index: int, places: torch.Tensor, gradient: torch.Tensor) -> None:
         self.context.mark_used(index)
@@ -157,15 +159,6 @@ class SlicedStreamedStore(StreamedStore):
             if piece in self._sliced_of and piece not in self._filled[number]:
                 self._gradients[piece] = self._sliced_of[piece].take(piece)
                 self._arriving.computed_here()
-
-    def _hand_in(self, number: int, pieces: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
-        if pieces[0] in self._sliced_of:  # in every micro-batch, as the whole sum would need what slices save
-            super(StreamedStore, self)._hand_in(number, pieces, gradients)
-        else:
-            super()._hand_in(number, pieces, gradients)
-
-    def _is_on_host(self, index: int) -> bool:
-        return index in self._sliced_pieces or super()._is_on_host(index)
 
     def finish(self) -> None:
         self._end_backward()

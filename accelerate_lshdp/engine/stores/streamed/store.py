@@ -154,7 +154,7 @@ class StreamedStore(SharedStore):
             if memory.local_rank == 0:
                 self._cast(masters, self._casts)
         self._arriving = DeviceGradients(self._device, self._bytes[self._staging])
-        self._kept = KeptGradients(self._parameters, self._device, self._arriving, without=self._in_slices())
+        self._kept = KeptGradients(self._parameters, self._device, self._arriving, without=self._sliced_pieces)
         return self._arriving
 
     def _make_leaves(self) -> dict[int, torch.Tensor]:
@@ -228,10 +228,6 @@ class StreamedStore(SharedStore):
             device=self._device,
         )
 
-    def _in_slices(self) -> Collection[int]:
-        """Indices of the parameters whose gradients are never whole on the device."""
-        return ()
-
     def _step_order(self) -> list[int]:
         """The numbers of the parts in the order in which a forward needs them."""
         return self._streaming.order()
@@ -274,12 +270,14 @@ class StreamedStore(SharedStore):
 
     def _is_on_host(self, index: int) -> bool:
         """Whether earlier backwards of this step have added a parameter's gradients in host memory."""
-        return self._micro_batches.are_on_host
+        return index in self._sliced_pieces or self._micro_batches.are_on_host
 
     def _hand_in(self, number: int, pieces: Sequence[int], gradients: list[torch.Tensor | None]) -> None:
         # Also those of parameters that only micro-batches before this one have used.
         gradients = [self._kept.take(i) if g is None else g for i, g in zip(pieces, gradients, strict=True)]
-        if not self._micro_batches.keeps:
+        is_slice = self._pieces[pieces[0]].rows is not None
+        # Slices in every micro-batch, as a whole sum that waits would need the memory that they save.
+        if is_slice or not self._micro_batches.keeps:
             super()._hand_in(number, pieces, gradients)
             return
         for index, gradient in zip(pieces, gradients, strict=True):
