@@ -144,10 +144,14 @@ class CachingPool {
   void empty_cache() {
     // Unlike blocks that are used again, memory that is given back to the system must not be used by any stream, also
     // not by one that uses it by mistake. The host's clock learns nothing of this wait: no program may count on it.
-    for (StreamQueue* stream : Streams::list()) {
-      stream->wait(stream->newest());
+    std::unique_lock<std::mutex> lock(order_mutex);
+    while (!are_idle()) { // also after a wait: another thread may have queued work, and given back what that uses
+      lock.unlock();
+      for (StreamQueue* stream : Streams::list()) {
+        stream->wait(stream->newest());
+      }
+      lock.lock();
     }
-    std::lock_guard<std::mutex> lock(order_mutex);
     reclaim();
     for (auto& [home, by_size] : cached_) {
       for (auto& [size, block] : by_size) {
@@ -185,6 +189,14 @@ class CachingPool {
   }
 
  private:
+  // Whether all that is queued has ended. Under order_mutex, without which nothing is queued.
+  static bool are_idle() {
+    const std::vector<StreamQueue*> streams = Streams::list();
+    return std::all_of(streams.begin(), streams.end(), [](StreamQueue* stream) {
+      return stream->is_done(stream->newest());
+    });
+  }
+
   void* try_to_allocate(size_t size, int64_t home) {
     std::lock_guard<std::mutex> lock(order_mutex);
     reclaim();

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -96,6 +97,31 @@ def limit_of_memory() -> dict[str, Any]:
     del kept
     other = bytes_of_device(2 * MEBIBYTE)  # what is only kept for later use is given back
     return {"message": message, "after": other.numel(), "reserved": device.counts()["reserved_device_bytes"]}
+
+
+def cache_emptied_beside_work() -> bool:
+    """Whether memory that one thread gives back with work queued waits for it, as another thread empties the cache."""
+    device.empty_cache()
+    default, side = device.current_stream(), device.new_stream()
+    device.configure(limit=device.counts()["reserved_device_bytes"] + 8 * MEBIBYTE, compute_delay=0.5)
+    held = bytes_of_device(4 * MEBIBYTE)
+    with device.stream(side):
+        bytes_of_device(KIBIBYTE).add_(1)  # for which the other thread waits before it frees anything
+    found = []
+
+    def allocate() -> None:
+        kept = bytes_of_device(6 * MEBIBYTE)
+        found.append(default.query())
+        del kept
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    time.sleep(0.2)
+    held.add_(1)
+    del held
+    thread.join()
+    device.synchronize()
+    return found[0]
 
 
 def memory_used_again() -> dict[str, bool]:

@@ -24,6 +24,11 @@ def test_limit(on_device: OnDevice) -> None:
     assert found["after"] == 2 * MEBIBYTE
 
 
+def test_memory_is_not_freed_under_work(on_device: OnDevice) -> None:
+    """A thread may give memory back with work queued while another one empties the cache."""
+    assert on_device("device_programs", "cache_emptied_beside_work") == [True]
+
+
 def test_memory_is_used_again_by_its_stream_only(on_device: OnDevice) -> None:
     assert on_device("device_programs", "memory_used_again") == [
         {
