@@ -38,9 +38,9 @@ def bytes_to_host(nodes: list[int], is_short: bool) -> dict[str, Any]:
 class _Training:
     """Steps of three micro-batches, the same on all ranks, and the same in one process."""
 
-    def __init__(self, nodes: tuple[int, ...] = (1,), model: str = "Plain") -> None:
+    def __init__(self, nodes: tuple[int, ...] = (1,), model: str = "Plain", blocks: str = "host") -> None:
         device.join_device_world()
-        self.case = Case(nodes=nodes, model=model)
+        self.case = Case(nodes=nodes, model=model, blocks=blocks)
         self.model = make_model(self.case)
         self.alone = copy.deepcopy(self.model)
         self.engine, self.prepared = place(self.case, self.model)
@@ -72,7 +72,7 @@ class _Training:
 
     @property
     def store(self) -> StreamedStore:
-        (store,) = self.prepared.stores
+        (store,) = (store for store in self.prepared.stores if isinstance(store, StreamedStore))
         return store
 
 
@@ -147,6 +147,15 @@ def short_of_memory(how: str) -> tuple[list[bool], float]:
         kept.append([training.store._micro_batches.all_keep for training in trainings])
     device.configure()
     return kept, max(training.error() for training in trainings)
+
+
+def kept_beside(blocks: str, nodes: list[int]) -> list[bool]:
+    """Whether gradients are kept after each of some steps, where blocks are not in host memory."""
+    training, kept = _Training(tuple(nodes), blocks=blocks), []
+    for first in range(0, 9, 3):
+        training.step(range(first, first + 3))
+        kept.append(training.store._micro_batches.all_keep)
+    return kept
 
 
 def held_between() -> list[bool]:

@@ -70,6 +70,13 @@ def test_nothing_is_kept_after_a_backward_has_failed(on_device: Callable[..., li
     assert kept == [[True], [False], [False]]
 
 
+@pytest.mark.parametrize("blocks", ["replicate", "world"])
+def test_kept_when_the_moments_of_blocks_on_the_device_are_there(on_device: Callable[..., list], blocks: str) -> None:
+    """The first optimizer step makes them, in memory that is free until then. They end the second backward."""
+    for kept in on_device("accumulating", "kept_beside", blocks, (1, 1), ranks=2):
+        assert kept == [False, True, True]
+
+
 def test_parts_of_gradients_count_as_gradients(on_device: Callable[..., list]) -> None:
     assert on_device("accumulating", "held_between") == [[True, True, False, False]]
 

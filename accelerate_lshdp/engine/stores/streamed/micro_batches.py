@@ -18,17 +18,20 @@ class MicroBatches:
         kept: the gradients that are kept.
         reduction: of the node.
         may_keep: whether any may be kept.
+        waits_for_step: whether the first optimizer step takes memory of the device for good: moments of other
+            parameters, which are there. Until then nobody knows what is left.
 
     Attributes:
         keeps: whether the backward that is under way keeps its gradients on the device.
         all_keep: whether those of the next step do.
+        waits_for_step: see above; until `others_stepped`.
         are_on_host: whether gradients of earlier backwards of this step are in host memory.
     """
 
-    def __init__(self, kept: KeptGradients, reduction: NodeReduction, may_keep: bool) -> None:
+    def __init__(self, kept: KeptGradients, reduction: NodeReduction, may_keep: bool, waits_for_step: bool) -> None:
         self._kept = kept
         self._reduction = reduction
-        self._may_keep = may_keep
+        self._may_keep, self.waits_for_step = may_keep, waits_for_step
         self.keeps = self.all_keep = self.are_on_host = False
         self._has_kept: bool | None = None  # the last backward of this step
         self._have_been = self._votes = False  # several in one step
@@ -50,7 +53,8 @@ class MicroBatches:
         if self._votes:
             self._synchronised += 1
             # A whole backward has shown how much memory it takes, if there was one before this in the same step.
-            keeps = self._kept.fit() if goes_on else self.all_keep
+            is_known = goes_on and not self.waits_for_step
+            keeps = self._kept.fit() if is_known else self.all_keep
             self._reduction.vote(self._synchronised, keeps, self._has_kept)
 
     def end(self, synchronised: bool) -> None:
@@ -70,6 +74,10 @@ class MicroBatches:
         self._has_kept = self.keeps
         if self.keeps:
             self._kept.backward_ends()
+
+    def others_stepped(self) -> None:
+        """Takes note that an optimizer has stepped other parameters on the device: their moments are there."""
+        self.waits_for_step = False
 
     def drop(self) -> None:
         """Takes note that all gradients are dropped."""

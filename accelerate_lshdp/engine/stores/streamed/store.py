@@ -170,7 +170,10 @@ class StreamedStore(SharedStore):
             places = list(zip(offsets, dtypes, strict=True))
             units.append(StreamedUnit(modules, masters, source, places, self._device, copies))
         self._copies = copies
-        self._micro_batches = MicroBatches(self._kept, self._reduction, self._may_keep)
+        self._ids = {id(parameter) for parameter in self._everything}
+        self._micro_batches = MicroBatches(
+            self._kept, self._reduction, self._may_keep, waits_for_step=bool(self._others_on_device())
+        )
         self._late = self._make_late_step()
         self._streaming = Streaming(
             units,
@@ -187,8 +190,7 @@ class StreamedStore(SharedStore):
         self._place_in_unit = {i: places[id(p)] for i, p in enumerate(self._parameters) if id(p) in places}
         self._leaves = {index: unit.leaves[place] for index, (unit, place) in self._place_in_unit.items()}
         self._master_of = {id(leaf): self._parameters[index] for index, leaf in self._leaves.items()}
-        self._are_stepped = False
-        self._ids = {id(parameter) for parameter in self._everything}
+        self._are_stepped = self._others_are_stepped = False
         self.context.attachments.at_removal(self._stop_reading)
         self.context.attachments.at_removal(self._leave_no_parts)
         for master in self._parameters:
@@ -205,6 +207,10 @@ class StreamedStore(SharedStore):
                 # cuDNN's own memory for all weights would take those on the device away from the unit.
                 change(module, "flatten_parameters", _leave_apart, self.context.attachments)
         return self._leaves
+
+    def _others_on_device(self) -> set[int]:
+        """The identities of trained parameters of the model that other stores keep; these may replace them."""
+        return {id(p) for p in parameters_of(self.module) if p.requires_grad} - self._ids
 
     def _make_late_step(self) -> LateStep:
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
@@ -369,6 +375,8 @@ class StreamedStore(SharedStore):
         self._late.settle()
         # The same on all ranks, so those of the node wait for each other's steps or do not.
         self._are_stepped = stepping is None or not self._ids.isdisjoint(stepping)
+        if self._micro_batches.waits_for_step:
+            self._others_are_stepped = stepping is None or not self._others_on_device().isdisjoint(stepping)
         if self._are_stepped and self._holds_local:
             self._part_is_used()
         if self._are_stepped:
@@ -383,6 +391,8 @@ class StreamedStore(SharedStore):
         return [self._parameters[index] for index in self._late.postpone(optimizer)]
 
     def after_step(self) -> None:
+        if self._others_are_stepped:
+            self._micro_batches.others_stepped()
         # Not a barrier, as in memory that is computed with: each unit waits for the ranks that have stepped it.
         if self._are_stepped:
             self._samples = None
