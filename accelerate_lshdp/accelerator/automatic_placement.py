@@ -240,7 +240,11 @@ def _measure_units(session: Session, process: _Process, model: nn.Module, loader
             block_names=session.options.units,
         )
     except UnitsUnknown as error:
-        raise ValueError(f"found a model whose blocks cannot be measured for {_ASKED}: {error}. {_ADVICE}") from error
+        raise ValueError(
+            f"found a model whose blocks cannot be measured for {_ASKED}. It was called with"
+            f" {_describe_call(model, batches[0])}: {error}. If the script calls it in another way, write a function"
+            " `profiling_subject(argv)` that says how (docs/custom_loops.md). " + _ADVICE
+        ) from error
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -248,7 +252,7 @@ def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
     A model takes those entries of a mapping that its forward names, or else the first one, as it does of a list.
     """
-    named = _named_inputs(model, batch) if isinstance(batch, Mapping) else {}
+    named = _named_inputs(model, batch)
     if named:
         output = model(**named)
     else:
@@ -261,12 +265,22 @@ def stand_in_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return sum(torch.log_softmax(values, -1).sum() for values in _float_tensors(output))
 
 
-def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a batch that a model's forward has parameters for."""
+def _named_inputs(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The entries of a batch that a model's forward has parameters for; empty if the batch is no mapping."""
+    if not isinstance(batch, Mapping):
+        return {}
     parameters = inspect.signature(model.forward).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(batch)
     return {name: value for name, value in batch.items() if name in parameters}
+
+
+def _describe_call(model: nn.Module, batch: Any) -> str:
+    """How `stand_in_loss` calls a model."""
+    names = list(_named_inputs(model, batch))
+    if names:
+        return f"the entries {names} of a batch"
+    return "the first entry of a batch" if isinstance(batch, (Mapping, list, tuple)) else "a batch"
 
 
 def _float_tensors(output: Any) -> Iterator[torch.Tensor]:
