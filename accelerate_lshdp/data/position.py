@@ -97,8 +97,10 @@ class LoaderProgress:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of a plain pass that starts now: the next one if this one was left, or read to its end."""
-        left = self.position.advanced or self.position.exhausted
+        """The epoch of a plain pass that starts now: the next one if this one was left, read or trained whole."""
+        # Trained to its end, but not read to it: restored from a checkpoint of the body of the last batch, where
+        # scripts that count are at the next epoch, with nothing to skip.
+        left = self.position.advanced or self.position.exhausted or self.position.complete
         return self.epoch + 1 if left and not self.pinned else self.epoch
 
     def is_over(self, global_batches: int) -> bool:

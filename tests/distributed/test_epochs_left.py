@@ -254,7 +254,9 @@ def resume_by_steps(folder: str, generator: bool, recipe: str) -> tuple[list[int
         training.accelerator.load_state(f"{folder} again")
     if recipe == "set_epoch":
         training.loader.set_epoch(epoch)
-    if recipe == "the position":
+    if recipe == "a plain pass":  # nothing is to be skipped
+        training.train(training.loader)
+    elif recipe == "the position":
         training.train(training.accelerator.skip_first_batches(training.loader))  # of which nothing is left
         training.train(training.loader)
     else:
@@ -267,7 +269,7 @@ def resume_by_steps(folder: str, generator: bool, recipe: str) -> tuple[list[int
 def test_after_a_checkpoint_of_the_last_batch_of_an_epoch_the_next_one_follows(workers, tmp_path, generator):
     pool, folder = workers(2), str(tmp_path / "state")
     whole = pool.run(save_in_the_last_batch, folder, generator, nodes=(2,))
-    for recipe in ("the number", "saves again", "set_epoch", "the position"):
+    for recipe in ("the number", "saves again", "set_epoch", "the position", "a plain pass"):
         rest = pool.run(resume_by_steps, folder, generator, recipe, nodes=(2,))
         for (samples, parameters), (after, result) in zip(whole, rest, strict=True):
             assert after == samples, recipe
