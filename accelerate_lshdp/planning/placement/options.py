@@ -184,9 +184,8 @@ def uniform_counts(problem: PlacementProblem, store: UnitStore, checkpoint: bool
     for kind in problem.kinds:
         for wanted in ((store, checkpoint), (store, False), (UnitStore.WORLD, False)):
             is_root = kind.units == ("",)
-            found = [
-                (o.placement.store, o.placement.checkpoint) == wanted and o.placement.slices == 1 for o in kind.options
-            ]
+            placements = [option.placement for option in kind.options]
+            found = [(own.store, own.checkpoint) == wanted and own.slices == 1 for own in placements]
             if any(found) or not is_root:
                 break
         if not any(found):

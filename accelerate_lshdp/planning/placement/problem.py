@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -169,26 +169,23 @@ class PlacementProblem:
 
     def nanoseconds(self, counts: Counts) -> int:
         """Nanoseconds of a step: exact."""
-        total = self.serial + self._sum(counts, lambda option: option.serial)
+        used = self._used(counts)
+        total = self.serial + sum(count * option.serial for option, count in used)
         for place, phase in enumerate(self.phases):
-            work = phase.nanoseconds + self._sum(counts, lambda option, place=place: option.work[place])
-            total += phase.times * max(work, self._sum(counts, lambda option, place=place: option.send[place]))
+            work = phase.nanoseconds + sum(count * option.work[place] for option, count in used)
+            total += phase.times * max(work, sum(count * option.send[place] for option, count in used))
         return total
 
     def memory(self, counts: Counts) -> list[int]:
         """Bytes of each row: exact."""
-        peaks = self.peaks(counts)
+        used = self._used(counts)
+        peaks = [max(own) for own in zip(*(option.peaks for option, _ in used), strict=True)]
         return [
             row.fixed
-            + self._sum(counts, lambda option, place=place: option.memory[place])
+            + sum(count * option.memory[place] for option, count in used)
             + sum(weight * peak for weight, peak in zip(row.peak_weights, peaks, strict=True))
             for place, row in enumerate(self.rows)
         ]
-
-    def peaks(self, counts: Counts) -> list[int]:
-        """The largest bytes of each `Peak` of the options that units have."""
-        used = [option.peaks for option, count in self._chosen(counts) if count]
-        return [max(peaks) for peaks in zip(*used, strict=True)]
 
     def fits(self, counts: Counts) -> bool:
         """Whether all rows keep their limits."""
@@ -213,9 +210,11 @@ class PlacementProblem:
             ],
         }
 
-    def _chosen(self, counts: Counts) -> Iterator[tuple[Option, int]]:
-        for kind, own in zip(self.kinds, counts, strict=True):
-            yield from zip(kind.options, own, strict=True)
-
-    def _sum(self, counts: Counts, of: Callable[[Option], int]) -> int:
-        return sum(count * of(option) for option, count in self._chosen(counts) if count)
+    def _used(self, counts: Counts) -> list[tuple[Option, int]]:
+        """The options that units have, and how many units of a kind have them."""
+        return [
+            (option, count)
+            for kind, own in zip(self.kinds, counts, strict=True)
+            for option, count in zip(kind.options, own, strict=True)
+            if count
+        ]

@@ -59,10 +59,10 @@ class _Cheapest:
         self._flat = tables.columns.reshape(-1, tables.columns.shape[-1])
         self._missing = np.where(branch.most > 0, 0.0, np.inf)
         self._kinds = np.arange(len(units))
-        self.right = np.r_[tables.right[: tables.phase_count], tables.room(branch.floor)]
+        self.right = np.concatenate((tables.right[: tables.phase_count], tables.room(branch.floor)))
         # Units of other kinds may all have one and the same option, whichever is cheapest.
         bounded = ((branch.least > 0) | ((branch.most > 0) & (branch.most < units))).any(1)
-        bounded |= (branch.recomputing != np.c_[0 * tables.units, tables.units]).any(1)
+        bounded |= (branch.recomputing[:, 0] > 0) | (branch.recomputing[:, 1] < tables.units)
         self._bounded = [_BoundedKind(tables, branch, int(kind)) for kind in np.flatnonzero(bounded)]
 
     def __call__(self, multipliers: np.ndarray) -> tuple[float, np.ndarray]:
@@ -128,8 +128,9 @@ class _Master:
 
     def __init__(self, tables: Tables, right: np.ndarray) -> None:
         self.rows = len(right)
-        self.right = np.r_[right, 1.0]
-        self.excess_costs = np.r_[tables.times, np.full(self.rows - tables.phase_count, _GREATEST_PRICE)]
+        self.right = np.concatenate((right, _ONE))
+        prices = np.full(self.rows - tables.phase_count, _GREATEST_PRICE)
+        self.excess_costs = np.concatenate((tables.times, prices))
         self.tables = tables
         self.counts: list[np.ndarray] = []
         self.columns: list[np.ndarray] = []

@@ -136,6 +136,8 @@ class _Search:
         self.beyond = tables.longest * (1 + 1e-6) + 1e-6
         self.best: np.ndarray | None = None
         self.best_time = np.inf
+        #: Placements that were looked at, before and after they were made to keep the limits.
+        self.rounded: set[bytes] = set()
         self.tried: set[bytes] = set()
 
     def offer(self, counts: np.ndarray) -> None:
@@ -186,8 +188,11 @@ class _Search:
         # Where the search begins, the largest part of the mixture is a second start.
         starts = [improver.rounded(relaxation.mixture), *relaxation.parts[: self.best is None]]
         for counts in starts:
+            # Neighbouring branches often round to the same placement, or to one that is repaired to the same.
+            if (key := counts.tobytes()) in self.rounded:
+                continue
+            self.rounded.add(key)
             repaired = improver.repaired(counts)
-            # Neighbouring branches often round to the same placement.
             if repaired is not None and (key := repaired.tobytes()) not in self.tried:
                 self.tried.add(key)
                 self.offer(improver.improved(repaired))

@@ -39,10 +39,11 @@ class Tables:
 
     def __init__(self, problem: PlacementProblem) -> None:
         kinds, phases, rows = problem.kinds, problem.phases, problem.rows
-        shape = len(kinds), max(len(kind.options) for kind in kinds)
+        lengths = np.array([len(kind.options) for kind in kinds])
+        shape = len(kinds), int(lengths.max())
         self.problem = problem
         self.units = np.array([len(kind.units) for kind in kinds])
-        self.valid = np.zeros(shape, dtype=bool)
+        self.valid = np.arange(shape[1]) < lengths[:, None]
         self.recomputes = np.zeros(shape, dtype=bool)
         self.base = np.zeros(shape)
         self.columns = np.zeros((*shape, len(phases) + len(rows)))
@@ -58,17 +59,16 @@ class Tables:
         ]
         self.constant = constant / self.scale_time
         self.peak_weights = np.array([row.peak_weights for row in rows], dtype=float).reshape(-1, 3) / scale[:, None]
-        for place, kind in enumerate(kinds):
-            count = len(kind.options)
-            work = np.array([option.work for option in kind.options], dtype=float).reshape(count, -1)
-            send = np.array([option.send for option in kind.options], dtype=float).reshape(count, -1)
-            memory = np.array([option.memory for option in kind.options], dtype=float).reshape(count, -1)
-            serial = np.array([option.serial for option in kind.options], dtype=float)
-            self.valid[place, :count] = True
-            self.recomputes[place, :count] = [option.placement.checkpoint for option in kind.options]
-            self.base[place, :count] = (work @ self.times + serial) / self.scale_time
-            self.columns[place, :count] = np.c_[(send - work) / self.scale_time, memory / scale]
-            self.peaks[place, :count] = [option.peaks for option in kind.options]
+        # In the order in which `valid` picks them: those of the first kind, then of the next.
+        options = [option for kind in kinds for option in kind.options]
+        work = np.array([option.work for option in options], dtype=float).reshape(len(options), -1)
+        send = np.array([option.send for option in options], dtype=float).reshape(len(options), -1)
+        memory = np.array([option.memory for option in options], dtype=float).reshape(len(options), -1)
+        serial = np.array([option.serial for option in options], dtype=float)
+        self.recomputes[self.valid] = [option.placement.checkpoint for option in options]
+        self.base[self.valid] = (work @ self.times + serial) / self.scale_time
+        self.columns[self.valid] = np.hstack(((send - work) / self.scale_time, memory / scale))
+        self.peaks[self.valid] = [option.peaks for option in options]
         #: The sizes that each peak may have, increasing.
         self.peak_sizes = [np.unique(self.peaks[..., peak][self.valid]) for peak in range(3)]
 
@@ -95,9 +95,11 @@ class Tables:
 
     def sums(self, counts: np.ndarray) -> tuple[float, np.ndarray]:
         """Sums of `base` and of `columns` over the units: a number, and an array [P + K]."""
-        kinds, options = np.nonzero(counts)
-        used = counts[kinds, options].astype(float)
-        return float(used @ self.base[kinds, options]), used @ self.columns[kinds, options]
+        flat = counts.ravel()
+        used = flat.nonzero()[0]
+        taken = flat[used].astype(float)
+        columns = self.columns.reshape(len(flat), -1)
+        return float(taken @ self.base.ravel()[used]), taken @ columns.take(used, axis=0)
 
     def room(self, peaks: np.ndarray) -> np.ndarray:
         """What the memory columns may sum to where the largest of each peak are `peaks` bytes: [K]."""

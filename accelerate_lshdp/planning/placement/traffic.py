@@ -104,6 +104,7 @@ class TrafficOf:
     def __init__(self, cluster: PlacementCluster) -> None:
         self.cluster, self.nodes = cluster, cluster.nodes
         self.world = collectives_of(UnitStore.WORLD.strategy.traits, cluster.nodes)
+        self._known: dict[tuple[UnitStore, float, float, float, bool], Traffic] = {}
 
     def whole(
         self, store: UnitStore, gathered: float, reduced: float, late_seconds: float = 0.0, *, is_root: bool
@@ -117,6 +118,13 @@ class TrafficOf:
             late_seconds: of its optimizer step, where that is made in the next forward.
             is_root: it is the root.
         """
+        # Whether it recomputes activations changes nothing.
+        key = store, gathered, reduced, late_seconds, is_root
+        if key not in self._known:
+            self._known[key] = self._whole(*key)
+        return self._known[key]
+
+    def _whole(self, store: UnitStore, gathered: float, reduced: float, late_seconds: float, is_root: bool) -> Traffic:
         if store is UnitStore.REPLICATE:
             inside = self._inside(reduced)
             spread = Seconds(0.0, self._all_reduce_seconds(reduced)) if len(self.nodes) > 1 else NOTHING

@@ -96,8 +96,12 @@ class UnitCosts:
         self._traffic = TrafficOf(cluster)
         # What the costs of each unit need of all of them, and of all ranks.
         self._trainable = model.trainable
+        everything, nodes = self._trainable * model.state_bytes.gradient, len(cluster.nodes)
+        self._waiting, self._passing = waiting_bytes(everything, nodes), passing_bytes(everything, nodes)
+        self._node_sizes = sorted(set(cluster.nodes))
         self._step_seconds: dict[UnitStore, float] = {}
         self._known: dict[tuple[UnitSize, bool], list[UnitCost]] = {}
+        self._offered: dict[tuple[bool, bool], list[UnitPlacement]] = {}
 
     def of(self, unit: UnitSize, accumulates: bool) -> list[UnitCost]:
         """The costs of a unit's placements.
@@ -112,11 +116,18 @@ class UnitCosts:
         if (unit, accumulates) not in self._known:
             is_root = unit is self.model.root
             self._known[unit, accumulates] = [
-                self._cost(unit, placement, accumulates, is_root) for placement in self._placements(unit, is_root)
+                self._cost(unit, placement, accumulates, is_root)
+                for placement in self._placements(is_root, unit.sliceable is not None)
             ]
         return self._known[unit, accumulates]
 
-    def _placements(self, unit: UnitSize, is_root: bool) -> list[UnitPlacement]:
+    def _placements(self, is_root: bool, is_sliceable: bool) -> list[UnitPlacement]:
+        # The same for all units of a kind; each placement is a record, which checks all that it is given.
+        if (is_root, is_sliceable) not in self._offered:
+            self._offered[is_root, is_sliceable] = self._offer(is_root, is_sliceable)
+        return self._offered[is_root, is_sliceable]
+
+    def _offer(self, is_root: bool, is_sliceable: bool) -> list[UnitPlacement]:
         offered = offered_stores(self.cluster, is_root=is_root)
         stores = offered
         if self._stores is not None:
@@ -129,11 +140,12 @@ class UnitCosts:
                 f"found the stores {[str(store) for store in self._stores or ()]}, expected some of"
                 f" {[str(store) for store in offered]}, which this cluster has"
             )
-        most = LEAST_SLICEABLE_ROWS // self.cluster.world if unit.sliceable is not None else 1
+        most = LEAST_SLICEABLE_ROWS // self.cluster.world if is_sliceable else 1
+        name = "" if is_root else "a unit"  # of stores that take slices, some do for the empty name alone
         return [
             UnitPlacement(store=store, checkpoint=checkpoint, slices=slices)
             for store, checkpoint, slices in product(stores, (False,) if is_root else self._checkpoint, self._slices)
-            if slices == 1 or store.takes_slices("" if is_root else unit.name) and slices <= most
+            if slices == 1 or store.takes_slices(name) and slices <= most
         ]
 
     def _cost(self, unit: UnitSize, placement: UnitPlacement, accumulates: bool, is_root: bool) -> UnitCost:
@@ -160,7 +172,7 @@ class UnitCosts:
         is_mapped = self.cluster.computes_on_hosts and store.strategy.is_node_sharded
         is_whole, on_host = store is UnitStore.REPLICATE or is_mapped, store is UnitStore.HOST
         kept: dict[int, float] = {}
-        for size in set(self.cluster.nodes):
+        for size in self._node_sizes:
             needed = 0.0 if on_host else states / self._share(store, size)
             if is_whole:
                 needed += gathered if each.gathered != each.parameter else 0.0  # autocast's copy
@@ -199,7 +211,7 @@ class UnitCosts:
                 math.ceil(its_gradient + self._unreduced(store, unreduced, slice_waiting, is_whole, is_root)),
                 math.ceil(with_holes * unit.activation_bytes) if placement.checkpoint else 0,
             ),
-            {size: self._starting(unit, store, self._share(store, size)) for size in set(self.cluster.nodes)},
+            {size: self._starting(unit, store, self._share(store, size)) for size in self._node_sizes},
             # FSDP2 makes them anew in each step. On devices they count throughout, as do those that are kept in place.
             gradients / self.cluster.world if self.cluster.computes_on_hosts and comes else 0.0,
         )
@@ -217,16 +229,13 @@ class UnitCosts:
             return gradients / 2 if self.cluster.computes_on_hosts else 0.0
         if store is UnitStore.HOST:
             # In the precision of the backward, and then bucket by bucket in that of the parameters. A slice is one.
-            everything = self._trainable * self.model.state_bytes.gradient
-            waiting = max(in_slices, waiting_bytes(everything, len(self.cluster.nodes)))
-            return (0.0 if is_root else gradients) + waiting
+            return (0.0 if is_root else gradients) + max(in_slices, self._waiting)
         if not is_whole:
             return gradients
         # Of all units of the store together: as if it had all of the model, so that it counts once.
-        everything = self._trainable * self.model.state_bytes.gradient
-        if store is UnitStore.REPLICATE or max(self.cluster.nodes) == 1:
-            return passing_bytes(everything, len(self.cluster.nodes)) / 2 if self.cluster.computes_on_hosts else 0.0
-        return waiting_bytes(everything, len(self.cluster.nodes)) / 2
+        if store is UnitStore.REPLICATE or self._node_sizes[-1] == 1:
+            return self._passing / 2 if self.cluster.computes_on_hosts else 0.0
+        return self._waiting / 2
 
     def _waiting_in_slices(self, unit: UnitSize, placement: UnitPlacement, trained: int) -> float:
         """Bytes of gradients in slices that wait until they are copied to the host."""
