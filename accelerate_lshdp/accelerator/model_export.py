@@ -13,10 +13,12 @@ from accelerate_lshdp.accelerator.run_checkpoints import layout_of
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.checkpoint.run_state import save_model_file, stream_full_state
 from accelerate_lshdp.engine.module_state import parameters_of
+from accelerate_lshdp.runtime.agreement import tell_of_missing_ranks
 
 
 def full_state(session: Session, model: nn.Module) -> dict[str, torch.Tensor]:
     """The full, unsharded state of a model on the CPU of one rank a node; empty on the others (collective)."""
+    tell_of_missing_ranks("get_state_dict")
     wanted = session.topology.local_rank == 0
     state = dict(stream_full_state(model, wanted))
     return state if wanted else {}
@@ -46,6 +48,7 @@ def write_weights(session: Session, model: nn.Module, folder: str | os.PathLike[
         folder: of the file.
         writes: whether this rank writes it.
     """
+    tell_of_missing_ranks("save_model")
     save_model_file(os.path.join(folder, SAFE_WEIGHTS_NAME), model, layout_of(session), writes)
 
 

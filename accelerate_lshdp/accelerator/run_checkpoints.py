@@ -28,7 +28,7 @@ from accelerate_lshdp.data.position import check_state
 from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.engine.policies import Mechanism
-from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
+from accelerate_lshdp.runtime.agreement import raise_on_all_ranks, tell_of_missing_ranks
 from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks
 
 
@@ -57,6 +57,7 @@ def save_run(
 ) -> str:
     """Writes a checkpoint that is complete on every node (collective): see ``LSHDPAccelerator.save_state``."""
     configuration = accelerator.project_configuration
+    tell_of_missing_ranks("save_state")
     raise_on_all_ranks(_why_not_now(session))
     steps = f"{session.rank_step.optimizer_steps}"
     session.check_agreement(steps, "how many steps their optimizers have made", NOT_IN_STEP)
@@ -102,6 +103,7 @@ def load_run(
 ) -> LoadedCheckpoint:
     """Continues from the newest checkpoint that is complete on some node (collective): see ``load_state``."""
     loaders = positioned_loaders(accelerator)
+    tell_of_missing_ranks("load_state")
     session.engine.give_up_failed_steps()
 
     def run_hooks(reading: str) -> frozenset[int]:

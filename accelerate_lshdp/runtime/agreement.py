@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from weakref import WeakKeyDictionary
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from accelerate_lshdp.runtime.failures import failures_explained
 
 
-#: Longest time in seconds between ranks that come to the same place.
+logger = logging.getLogger(__name__)
+
+#: Longest time in seconds between ranks that come to the same place; for so long a call waits for others in silence.
 _APART_SECONDS = 30.0
-#: How often `all_meet_here` was called in each world, by place: ranks that failed to meet at one still do at others.
+#: How often a place was come to in each world: ranks that failed to meet at one still do at others.
 _met: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
@@ -27,13 +30,7 @@ def all_meet_here(place: str) -> bool:
     Args:
         place: names the point in the program, the same on all ranks.
     """
-    # The default store is not part of torch's public interface; a store of our own would need an address of its own.
-    store = dist.distributed_c10d._get_default_store()
-    # Counted for the process, not for an accelerator: a second one must not meet the answers of the first.
-    times = _met.setdefault(dist.group.WORLD, Counter())
-    times[place] += 1
-    # A new key each time: keys of the store stay as long as the launch.
-    place = f"{place} {times[place]}"
+    store, place = _store(), _this_time(place)
     store.add(place, 1)
     ends = time.monotonic() + _APART_SECONDS
     while store.add(place, 0) < dist.get_world_size():
@@ -42,6 +39,51 @@ def all_meet_here(place: str) -> bool:
         # Each look is a request to the launch's one store: at most 20 a second from each rank.
         time.sleep(0.05)
     return True
+
+
+def tell_of_missing_ranks(call: str) -> None:
+    """Waits for all ranks to make a call in which they all take part, and says so where some do not make it.
+
+    A script that makes the call on its main process alone, as stock Accelerate allows for some of them, would wait in
+    silence: this rank in the call's collectives, the others in those of their next step. After half a minute this
+    returns, whether all have come or not: only the collective that comes next sees that another rank has ended.
+
+    Args:
+        call: its name, the same on all ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, place = _store(), _this_time(f"lshdp/{call}")
+    keys = [f"{place} of rank {rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    ends, pause = time.monotonic() + _APART_SECONDS, 0.001
+    while not store.check(keys):
+        if time.monotonic() > ends:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                logger.warning(
+                    f"rank {dist.get_rank()} has waited {_APART_SECONDS:g} s in {call}, which rank"
+                    f" {', '.join(missing)} has not called, expected a call on all ranks: make it outside of"
+                    " `if accelerator.is_main_process`. If the others are only late, nothing is wrong"
+                )
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)  # most of the time all come at once; else at most 20 requests a second
+
+
+def _store() -> dist.Store:
+    """The store of the launch."""
+    # It is not part of torch's public interface; a store of our own would need an address of its own.
+    return dist.distributed_c10d._get_default_store()
+
+
+def _this_time(place: str) -> str:
+    """A key of its own for each time that ranks come to a place."""
+    # Counted for the process, not for an accelerator: a second one must not meet the answers of the first. A new key
+    # each time: keys of the store stay as long as the launch.
+    times = _met.setdefault(dist.group.WORLD, Counter())
+    times[place] += 1
+    return f"{place} {times[place]}"
 
 
 def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGroup | None = None) -> None:

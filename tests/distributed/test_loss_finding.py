@@ -264,10 +264,11 @@ def train_on_rows(sizes: list, weighting: str | None, labels: bool) -> tuple[lis
 
 def test_a_loss_that_cannot_be_recognised_is_told_of_once(workers):
     (told, found), _ = workers(2).run(train_on_rows, [3, 1], None, False, nodes=(1, 1))
-    assert len(told) == 1 and "is none that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
+    assert len(told) == 1 and "is not one that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
     assert found["loss 0"]["composition"] == "UNKNOWN"
     (told, _), _ = workers(2).run(train_on_rows, [2, 2], None, False, nodes=(1, 1))
-    assert len(told) == 1 and "is none that can be recognised" in told[0]  # it is not exact under equal sizes either
+    # It is not exact under equal sizes either.
+    assert len(told) == 1 and "is not one that can be recognised" in told[0]
     assert workers(2).run(train_on_rows, [3, 1], "sample", False, nodes=(1, 1))[0][0] == []
 
 

@@ -103,7 +103,7 @@ def train_own(name: str, open_plan: bool) -> list[str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mean_over_something_else_is_told_of_once(workers, name, open_plan):
     told, elsewhere = workers(2).run(train_own, name, open_plan, nodes=(1, 1))
-    assert len(told) == 1 and "none that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
+    assert len(told) == 1 and "not one that can be recognised" in told[0] and "LSDP_LOSS_WEIGHTING" in told[0]
     assert elsewhere == []
 
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,6 +22,7 @@ from training_cases import collate, make_optimizer
 
 from accelerate_lshdp import LSHDPAccelerator
 from accelerate_lshdp.accelerator.ranks_in_step import PROBLEMS, require_same_step
+from accelerate_lshdp.runtime import agreement
 from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
@@ -350,3 +353,36 @@ def test_the_rest_of_a_step_whose_gradients_load_state_has_dropped_is_refused(wo
     errors = workers(2).run(load_inside_a_step, str(tmp_path / "state"), nodes=(2,), expect_failure=True)
     assert len({error.message for error in errors}) == 1
     assert "begins in the middle of the batches that are accumulated" in errors[0].message
+
+
+def call_late(call: str, strategy: str, folder: str, late: float, apart: float) -> list[str]:
+    """What ranks are told after `apart` seconds if rank 1 makes a call `late` seconds after rank 0."""
+    script = Script(strategy)
+    accelerator = script.accelerator
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    agreement.logger.addHandler(handler)
+    before, agreement._APART_SECONDS = agreement._APART_SECONDS, apart
+    try:
+        if call == "load_state":
+            accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        time.sleep(late * accelerator.process_index)
+        arguments = {"get_state_dict": (script.model,), "save_model": (script.model, folder)}
+        getattr(accelerator, call)(*arguments.get(call, (folder,)))
+    finally:
+        agreement._APART_SECONDS = before
+        agreement.logger.removeHandler(handler)
+    return said
+
+
+@pytest.mark.parametrize("call", ["save_state", "load_state", "get_state_dict", "save_model"])
+def test_a_rank_that_waits_for_a_call_of_others_says_so(workers, tmp_path, call):
+    """A call under `if accelerator.is_main_process` would wait in silence, and so would the others in their step."""
+    strategy = "fsdp" if call == "get_state_dict" else "ddp"
+    said = workers(2).run(call_late, call, strategy, str(tmp_path / "a"), 1.5, 0.5, nodes=(1, 1))
+    assert len(said[0]) == 1 and said[1] == []
+    assert f"rank 0 has waited 0.5 s in {call}, which rank 1 has not called" in said[0][0]
+    assert "outside of `if accelerator.is_main_process`" in said[0][0]
+    assert workers(2).run(call_late, call, strategy, str(tmp_path / "b"), 0.0, 30.0, nodes=(1, 1)) == [[], []]

@@ -31,10 +31,10 @@ def tell_kind(name: str, opened: OpenLoss, everyone: list[SeenLoss]) -> None:
     if kind is Composition.UNKNOWN:
         unseen = "of a model whose forward cannot be seen, because it is compiled" if _is_unseen(everyone) else ""
         logger.warning(
-            f"{which} is {unseen or 'none that can be recognised'}, so it is taken for a mean over samples. If it is "
-            "one, say so with loss_weighting='sample' (LSDPPlugin, or LSDP_LOSS_WEIGHTING=sample in the environment); "
-            "a loss that is no mean over samples, as one that compares them with each other, or a mean over labels "
-            "that are not in batch['labels'], is not exactly that of one process"
+            f"{which} is {unseen or 'not one that can be recognised'}, so it is taken for a mean over samples. "
+            "If it is one, say so with loss_weighting='sample' (LSDPPlugin, or LSDP_LOSS_WEIGHTING=sample in the "
+            "environment); a loss that is no mean over samples, as one that compares them with each other, or a mean "
+            "over labels that are not in batch['labels'], is not exactly that of one process"
         )
     elif kind is not Composition.SAMPLES:
         by = ", as of other models of its class" if opened.by_class else ""

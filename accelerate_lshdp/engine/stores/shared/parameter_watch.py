@@ -90,7 +90,8 @@ class ParameterWatch:
             f"found {len(found)} parameters changed outside their optimizer (the first of shape {found[0]}), by this "
             "rank or by another one of its node. They share their parameters: a change is seen by all while they "
             "compute, and one that every rank makes is made once a rank. Work on a copy of the model, use "
-            f"load_state_dict on all ranks to set values, or {option_advice('intra_node', 'collectives')}"
+            f"load_state_dict on all ranks to set values, or use {option_advice('strategy', 'ddp')}. With"
+            f" {option_advice('intra_node', 'collectives')} each rank has its part of a parameter alone"
         )
 
 
