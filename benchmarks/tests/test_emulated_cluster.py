@@ -265,21 +265,20 @@ for _ in range(2):
 
 def test_memory_of_a_node_counts_shared_pages_once(cluster: EmulatedCluster) -> None:
     code = """
-import mmap, os
+import mmap, os, signal
 shared = mmap.mmap(-1, 64 << 20)
 for place in range(0, len(shared), 4096): shared[place] = 1
+of_parent, of_child = os.pipe()
 child = os.fork()
 touched = sum(shared[place] for place in range(0, len(shared), 4096))
 if child:
-    os.read(0, 1)
+    os.read(of_parent, 1)
     print(touched, flush=True)
-    os.read(0, 1)
-os.read(0, 1)
+else:
+    os.write(of_child, b"x")
+signal.pause()
 """
-    process = cluster.popen(0, python(code), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    time.sleep(0.5)
-    process.stdin.write(b"x")
-    process.stdin.flush()
+    process = cluster.popen(0, python(code), stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"16384\n"
     assert len(cluster.pids(0)) == 2
     assert 64 << 20 < cluster.memory_bytes(0) < 100 << 20
@@ -288,7 +287,6 @@ os.read(0, 1)
     cluster.kill_node(0)
     assert process.wait(timeout=5) == -signal.SIGKILL and all(map(has_ended, started))
     assert cluster.memory_bytes(0) == 0
-    process.stdin.close()
     process.stdout.close()
 
 
