@@ -617,7 +617,7 @@ class LSHDPAccelerator(Accelerator):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes weights that plain ``from_pretrained`` loads (collective), on the main process.
+        """Writes weights that plain ``from_pretrained`` loads, on the main process (collective if they are sharded).
 
         With ``ProjectConfiguration(save_on_each_node=True)`` every node writes its own. A model of at most
         ``max_shard_size`` is written tensor by tensor, without a full copy in memory.

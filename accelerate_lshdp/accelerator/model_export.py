@@ -40,7 +40,9 @@ def fits_one_file(model: nn.Module, max_shard_size: int | str) -> bool:
 
 
 def write_weights(session: Session, model: nn.Module, folder: str | os.PathLike[str], writes: bool) -> None:
-    """Writes the weights of a model into one safetensors file, without a full copy in memory (collective).
+    """Writes the weights of a model into one safetensors file, without a full copy in memory.
+
+    It is collective where the model is sharded. Else the main process may call it alone, as scripts do.
 
     Args:
         session: of this rank.
@@ -48,8 +50,10 @@ def write_weights(session: Session, model: nn.Module, folder: str | os.PathLike[
         folder: of the file.
         writes: whether this rank writes it.
     """
-    tell_of_missing_ranks("save_model")
-    save_model_file(os.path.join(folder, SAFE_WEIGHTS_NAME), model, layout_of(session), writes)
+    is_collective = session.policies.is_sharded
+    if is_collective:
+        tell_of_missing_ranks("save_model")
+    save_model_file(os.path.join(folder, SAFE_WEIGHTS_NAME), model, layout_of(session), writes, is_collective)
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -91,17 +91,20 @@ def stream_to_file(
     return (None, error) if error else (WrittenFile(writer.size, writer.crc32), None)
 
 
-def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayout, is_writer: bool) -> None:
-    """Writes a model as one safetensors file that `from_pretrained` loads (collective). Tied tensors come once.
+def save_model_file(
+    path: str | os.PathLike, model: nn.Module, layout: NodeLayout, is_writer: bool, is_collective: bool = True
+) -> None:
+    """Writes a model as one safetensors file that `from_pretrained` loads. Tied tensors come once.
 
     Args:
         path: the file; it is replaced as a whole if it exists. Its folder is made.
         model: prepared or plain.
         layout: the place of this rank.
         is_writer: whether this rank writes.
+        is_collective: whether all ranks call this, as they have to for a sharded model. False: any of them may.
 
     Raises:
-        RuntimeError: on all ranks, if a writer failed.
+        RuntimeError: a writer failed; on all ranks if they all take part.
     """
     sources = [TensorSource.of(name, tensor) for name, tensor in ModelTensors.of(model).tensors.items()]
     folder, name = os.path.split(os.fspath(path))
@@ -124,4 +127,8 @@ def save_model_file(path: str | os.PathLike, model: nn.Module, layout: NodeLayou
             os.replace(partial, path)
         except OSError as caught:
             error = caught
-    raise_failure_on_all_ranks(f"saving the model to {os.fspath(path)}", error)
+    what = f"saving the model to {os.fspath(path)}"
+    if is_collective:
+        raise_failure_on_all_ranks(what, error)
+    elif error is not None:
+        raise RuntimeError(f"{what} failed: {type(error).__name__}: {error}") from error

@@ -53,6 +53,11 @@ def tell_of_missing_ranks(call: str) -> None:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    with failures_explained():  # the node that has the store may have ended
+        _wait_and_tell(call)
+
+
+def _wait_and_tell(call: str) -> None:
     store, place = _store(), _this_time(f"lshdp/{call}")
     keys = [f"{place} of rank {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from exactness import full, prepared
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from training_cases import CASES, collate, make_optimizer, reference_run, relative_error, text_dataset, tiny_gpt2
 
@@ -206,6 +207,41 @@ def test_saved_models_load_with_plain_from_pretrained(workers, tmp_path, strateg
         loaded = dict(GPT2LMHeadModel.from_pretrained(folder).named_parameters())
         assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     assert all(torch.equal(states[0][name], value) for name, value in expected.items())
+
+
+def save_on_the_main_process_alone(strategy: str, folder: str) -> dict:
+    plan = Plan.from_batch_sizes([2, 1], strategy=strategy)
+    accelerator, model, optimizer, loader = prepared(plan, tiny_gpt2(), text_dataset(9))
+    saved = {}
+    for step, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and accelerator.is_main_process:
+            accelerator.save_model(model, folder)
+            saved = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    assert accelerator.completed_steps == 3
+    return saved
+
+
+@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("lsdp", (1, 1)), ("lsdp", (2,))])
+def test_the_main_process_saves_a_whole_model_alone(workers, tmp_path, strategy, nodes):
+    """As in scripts that save under `if accelerator.is_main_process`, which stock Accelerate allows."""
+    saved, _ = workers(2).run(save_on_the_main_process_alone, strategy, str(tmp_path), nodes=nodes)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded and all(torch.equal(saved[name], value) for name, value in loaded.items())
+
+
+def save_into_a_file(folder: str) -> None:
+    accelerator, model, *_ = prepared(Plan.from_batch_sizes([2, 1], strategy="ddp"), tiny_gpt2(), text_dataset(4))
+    if accelerator.is_main_process:
+        accelerator.save_model(model, folder)
+
+
+def test_a_main_process_that_cannot_save_says_so(workers, tmp_path):
+    (tmp_path / "taken").touch()
+    error, _ = workers(2).run(save_into_a_file, str(tmp_path / "taken"), expect_failure=True, nodes=(1, 1))
+    assert error.message.startswith("saving the model to ") and "FileExistsError" in error.message
 
 
 # One process without a launcher

@@ -118,7 +118,7 @@ class TrafficOf:
             late_seconds: of its optimizer step, where that is made in the next forward.
             is_root: it is the root.
         """
-        # Whether it recomputes activations changes nothing.
+        # A unit that recomputes its activations sends as much as one that keeps them: each is asked for twice.
         key = store, gathered, reduced, late_seconds, is_root
         if key not in self._known:
             self._known[key] = self._whole(*key)
