@@ -62,6 +62,9 @@ class Flow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
-            for model in self._models:
-                model.abandon_backward()
+        if error is None:
+            return
+        for model in self._models:
+            model.abandon_backward()
+        for model in self._models:
+            model.explain(error)

@@ -219,6 +219,11 @@ class PreparedModel:
         for store in self.stores:
             store.abandon()
 
+    def explain(self, error: BaseException) -> None:
+        """Raises RuntimeError that says what an error of a backward means, where a store knows."""
+        for store in self.stores:
+            store.explain(error)
+
     # Gradients
 
     def has_gradients(self) -> bool:

@@ -215,6 +215,10 @@ class Store(ABC):
         """
         return False
 
+    def explain(self, error: BaseException) -> None:
+        """Raises RuntimeError that says what an error of a backward means, if the store knows more than torch."""
+        return
+
     def refuse_copy(self) -> None:
         """Raises RuntimeError if the module itself cannot be pickled."""
         return

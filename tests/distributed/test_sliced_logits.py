@@ -379,6 +379,37 @@ def test_logits_without_a_loss_are_tensors_in_any_container(workers):
     assert workers(2).run(kind_in_a_container, osdp([1, 1]), nodes=(1, 1)) == ["Tensor"] * 2
 
 
+class Reply:
+    """What FSDP2 does not look into either, in no version of torch."""
+
+    def __init__(self, found: dict[str, torch.Tensor]) -> None:
+        self.found = found
+
+
+class Replies(Speaker):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Reply:
+        return Reply(super().forward(tokens, labels))
+
+
+def trained_by_replies(plan: Plan) -> tuple[dict[str, torch.Tensor], str]:
+    plugin = LSDPPlugin(loss_weighting="sample")
+    accelerator, model, _, loader = start(plan, Replies(shifted).double(), even=True, lsdp_plugin=plugin)
+    model.train()
+    for batch in loader:
+        reply = model(**batch)
+        kind = type(reply.found["logits"]).__name__
+        accelerator.backward(reply.found["loss"])
+    return gradients(model), kind
+
+
+def test_objects_that_nobody_knows_are_no_reason_to_compute_logits(workers):
+    plan, texts, model = osdp([3, 1]), Texts(4, even=True), Speaker(shifted).double()
+    model(texts.tokens, texts.labels)["loss"].backward()
+    for found, kind in workers(2).run(trained_by_replies, plan, nodes=(1, 1)):
+        assert relative_error(found, gradients(model)) <= 1e-12
+        assert kind == "SlicedLogits"
+
+
 def interrupted(plan: Plan) -> tuple[list[str], bool]:
     """A forward that Ctrl-C ends, of which no hook is told; then two forwards, and whether the first one is freed."""
     _, model, _, _ = start(plan, Speaker(shifted).double())

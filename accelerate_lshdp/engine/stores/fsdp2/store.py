@@ -25,6 +25,7 @@ from accelerate_lshdp.engine.module_state import is_noop_conversion, parameters_
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward, refuse_shards_in_files
+from accelerate_lshdp.engine.stores.fsdp2.outputs import Completion, explain_not_gathered, watch_objects
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.sharding import shard_units
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
@@ -85,6 +86,7 @@ class Fsdp2Store(Store):
             OrderedReductions(reduction, context.clock, len(self._replicated)) if reduction is not None else None
         )
         self._configure(device)
+        self._completion = Completion(self._fsdp_modules())
         refuse_double_backward(module)
         guard_methods(module)
         for handle in refuse_shards_in_files(module):
@@ -130,6 +132,9 @@ class Fsdp2Store(Store):
         gathered = ((getattr(fsdp_param, "_unsharded_param", None), parameter) for fsdp_param, parameter in pairs)
         return {id(whole): parameter for whole, parameter in gathered if whole is not None}
 
+    def explain(self, error: BaseException) -> None:
+        explain_not_gathered(error)
+
     # Setting up
 
     def _fsdp_modules(self) -> list[FSDPModule]:
@@ -157,6 +162,7 @@ class Fsdp2Store(Store):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(kind.all_gather)
                 module.set_custom_reduce_scatter(kind.reduce_scatter)
+            watch_objects(module)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
         reduce_unused_parameters(self.module)
         # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
@@ -206,6 +212,7 @@ class Fsdp2Store(Store):
                 "place in what is summed over nodes. Unfreeze them before prepare(); freezing is possible later, too"
             )
         self._synchronise = synchronise
+        self._completion.backward_begins()
         self._plain.begin()
         # Before autograd: reductions of a backward that failed may still write to .grad, whose memory they have.
         if self._reductions is not None:
@@ -280,6 +287,7 @@ class Fsdp2Store(Store):
         unit.local.clear()
 
     def deliver(self) -> None:
+        self._completion.complete()
         if not self._synchronise or self._reductions is None:
             return
         # With several forwards FSDP2 has added all of them up in .grad by now: the node's sums travel as they are.

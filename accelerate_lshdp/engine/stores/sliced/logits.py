@@ -155,6 +155,10 @@ class SlicedLogits(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             self.register_hook(hook)
 
+    def is_watched_by(self, hook: Callable[[torch.Tensor], Any]) -> bool:
+        """Whether a hook was registered with `watch`."""
+        return hook in self._fsdp_hooks
+
     def become_values(self) -> None:
         """Makes this object an ordinary tensor with a graph; its parent is one already."""
         call, hooks, parent = self.call, self._fsdp_hooks, self._parent and self._parent[0]

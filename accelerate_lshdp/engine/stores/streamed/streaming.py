@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.autograd_task import is_in_autograd
 from accelerate_lshdp.engine.double_backward import refuse_gradients_of_gradients
+from accelerate_lshdp.engine.stores.containers import change_tensors, tensors_in
 from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits
-from accelerate_lshdp.engine.stores.streamed.containers import change_tensors, tensors_in
 from accelerate_lshdp.engine.stores.streamed.late_step import LateStep
 from accelerate_lshdp.engine.stores.streamed.unit import StreamedUnit
 from accelerate_lshdp.runtime.option_advice import option_advice

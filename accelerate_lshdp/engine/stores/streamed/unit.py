@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accelerate_lshdp.engine.stores.streamed.containers import tensors_in
+from accelerate_lshdp.engine.stores.containers import tensors_in
 from accelerate_lshdp.engine.stores.streamed.masters import require_followable, require_registered
 
 

@@ -51,5 +51,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
         parts = list(value)
     else:
         parts = list(getattr(value, "__dict__", {}).values())
-        parts += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+        slots = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
+        names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+        parts += [getattr(value, name, None) for name in names]
     return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]
