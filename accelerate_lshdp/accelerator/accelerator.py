@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -457,12 +457,14 @@ class LSHDPAccelerator(Accelerator):
         self.unscale_gradients()
         return stepped
 
-    def counting_losses(self, share: float) -> AbstractContextManager[None]:
+    def counting_losses(
+        self, share: float, see: Callable[[torch.Tensor], None] | None = None
+    ) -> AbstractContextManager[None]:
         """Losses inside count by this share in their step, instead of that of their batch; shares of ranks are summed.
 
-        For callers that know what their losses are means over, such as the Trainer.
+        For callers that know what their losses are means over, such as the Trainer; ``see`` is called with each loss.
         """
-        return self.session.losses.given(share)
+        return self.session.losses.given(share, see)
 
     def weighting_left_to_caller(self) -> AbstractContextManager[None]:
         """Inside, losses are not looked at: a caller says by how much each counts (``counting_losses``)."""

@@ -37,6 +37,7 @@ class LossShares:
         self._weighting = LossWeighting(options.loss_weighting)
         self._exchange = exchange
         self._given: float | None = None
+        self._see: Callable[[torch.Tensor], None] | None = None
         self._window_tokens: float | None = None
         self.findings: dict[str, dict[str, Any]] = {"loop": {}}
         self.finder: LossFinder | None = None
@@ -67,13 +68,18 @@ class LossShares:
                 self.finder.idle = idle
 
     @contextlib.contextmanager
-    def given(self, share: float) -> Iterator[None]:
-        """Inside, losses count by this share in their step, instead of that of their batch."""
-        self._given = share
+    def given(self, share: float, see: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+        """Inside, losses count by this share in their step, instead of that of their batch.
+
+        Args:
+            share: of each loss.
+            see: called with each loss.
+        """
+        self._given, self._see = share, see
         try:
             yield
         finally:
-            self._given = None
+            self._given = self._see = None
 
     def take(
         self, place: MicroBatchPlace | None, loss: torch.Tensor, tracker: BatchTracker, accumulation_steps: int
@@ -96,6 +102,8 @@ class LossShares:
         self, place: MicroBatchPlace | None, loss: torch.Tensor, tracker: BatchTracker, accumulation_steps: int
     ) -> float:
         if self._given is not None:
+            if self._see is not None:
+                self._see(loss)
             return self._given
         if self.finder is not None and place is not None:
             return self.finder.share(place, loss)

@@ -74,8 +74,10 @@ class LoaderSizes:
         if source.own_batch_sampler is not None:
             logger.warning_once(
                 f"The plan's batch sizes (global batch {cut}) replace the batches of {source.own_batch_sampler} in"
-                " training passes: its order of the samples is kept, how many it puts together (such as equal numbers"
-                " of tokens) is not."
+                " training passes: its order of the samples is kept, but not which it puts together. A batch of this"
+                " rank may have samples of several of its batches: where these belong together (one task a batch, no"
+                f" duplicates), let it make batches of {cut.total}, none of them shorter, which are the global batches"
+                " then."
             )
         elif cut.sizes != (source.batch_size,) * context.world_size:
             logger.warning_once(

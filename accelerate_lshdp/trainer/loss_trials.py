@@ -5,8 +5,10 @@ transformers takes every model whose forward has ``**kwargs`` for one that divid
 Heads that ignore the number then get their loss multiplied by the number of ranks, and it is not divided by the
 micro-batches: so the loss for twice the number must be half as large, or the number is not given any more.
 
-A loss that is a mean is taken of a batch and of its two halves, to see what it is a mean over. A trial that fails
-tells nothing, and the training goes on. What was found is in checkpoints.
+A loss that is a mean is taken of a batch and of its two halves, to see what it is a mean over: once for all batches
+that look alike, so that several tasks in turn are tried each for itself. Where another operation makes the loss of a
+batch that looks like earlier ones, those are tried in every step from then on. A trial that fails tells nothing, and
+the training goes on. What was found is in checkpoints.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from accelerate_lshdp.accelerator.losses.forwards import Forward
+from accelerate_lshdp.accelerator.losses.forwards import Forward, operations_of
 from accelerate_lshdp.accelerator.losses.parts import Composition, halvings, undisturbed
 from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.runtime.object_exchange import all_objects
@@ -34,6 +37,8 @@ logger = get_logger(__name__)
 
 #: A first batch may fit several answers, as one whose rows all have as many labels; later ones will not.
 _MOST_TRIALS = 10
+#: Tasks that texts of batches may name.
+_MOST_LOOKS = 32
 #: Relative difference of losses that are taken for equal; in bf16 and fp16 a product is off by up to 1/256 and 1/2048.
 _EQUAL, _EQUAL_IN_LOW_PRECISION = 1e-4, 1e-2
 
@@ -49,7 +54,12 @@ class LossTrials:
     def __init__(self, trainer: Trainer, findings: dict[str, Any]) -> None:
         self._trainer = trainer
         self._findings = findings
-        self._trials = 0
+        self._trials: dict[str, int] = {}
+        self._looks: deque[str] = deque()  # of the micro-batches of the step whose losses are still to come
+        self._current: str | None = None
+        self._has_news = False  # whether any rank had a loss to try in this step
+        self._operations: dict[str, str] = {}
+        self._changed: set[str] = set()
         self._taken_for_mean = False
         self._has_auxiliary = False  # whether the model is known to add one to its loss
 
@@ -81,21 +91,109 @@ class LossTrials:
             "processes: it is taken for a mean over its batch, and weighted by the size of that"
         )
 
-    def composition(self, batch: Any, samples: int | None) -> Composition:
-        """What a loss that is not divided by a number of items is made of; tried again while several answers fit.
+    def compositions(self, batches: Sequence[Any], samples: Sequence[int | None]) -> list[Composition]:
+        """What losses that are not divided by a number of items are made of (collective).
 
         Args:
-            batch: a micro-batch of this rank.
-            samples: of it; None: as many as rows.
+            batches: this rank's micro-batches of a step.
+            samples: of each; None: as many as rows.
         """
-        if "composition" in self._findings:
-            return Composition[self._findings["composition"]]
-        plausible = self._plausible(batch)
-        fitting = set.intersection(*all_objects(self._fitting(batch, samples, plausible)))
+        if self._counts_in_one_way:
+            return [Composition.SAMPLES] * len(batches)
+        looks = [self._look(batch) for batch in batches]
+        in_step: dict[str, Composition] = {}
+        news = len(self._unknown(looks)) + len(self._changed)
+        exchange = self._trainer.accelerator.session.exchange
+        self._has_news = exchange.sum(torch.tensor([news], dtype=torch.float64)).item() > 0
+        if self._has_news:
+            self._agree_on_changes()
+            tried = self._tried(looks)
+            for look in sorted(set().union(*all_objects(self._unknown(looks)))):
+                index = tried.index(look) if look in tried else None
+                batch, size = (batches[0], None) if index is None else (batches[index], samples[index])
+                in_step[look] = self._try(look, batch, size, is_own=index is not None)
+        self._looks = deque(looks)
+        return [in_step.get(look) or Composition[self._known[look]] for look in self._tried(looks)]
+
+    def micro_batch_begins(self) -> None:
+        """Takes note that the losses that follow are of the next micro-batch of the step."""
+        self._current = self._looks.popleft() if self._looks else None
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Takes note of the operation that made the first loss of the micro-batch that has begun."""
+        (look, self._current), operation = (self._current, None), operations_of(loss)
+        if look is not None and operation and self._operations.setdefault(look, operation) != operation:
+            self._changed.add(look)
+
+    def _agree_on_changes(self) -> None:
+        """Lets losses of batches that look alike be tried in every step, if any rank has seen that they differ."""
+        for look in sorted(set().union(*all_objects(self._changed)) - set(self._varying)):
+            logger.warning(
+                "found a loss that another operation made than that of earlier batches that look alike. What it is a "
+                "mean over is tried in every step from now on, with forwards of the halves of each batch; the step "
+                "before counted it like those. Batches that tell their task, by another column or by a text beside "
+                "the tensors, are tried once"
+            )
+            self._varying.append(look)
+            self._known.pop(look, None)
+        self._changed.clear()
+
+    def _tried(self, looks: Sequence[str]) -> list[str]:
+        """The names under which losses of a step are tried: those that vary each for itself."""
+        return [f"{look} [{index}]" if look in self._varying else look for index, look in enumerate(looks)]
+
+    def _unknown(self, looks: Sequence[str]) -> set[str]:
+        return {look for look in self._tried(looks) if look not in self._known}
+
+    @property
+    def _known(self) -> dict[str, str]:
+        """The names of what was found, by the looks of batches: the same on all ranks."""
+        return self._findings.setdefault("compositions", {})
+
+    @property
+    def _varying(self) -> list[str]:
+        """Looks of batches that do not tell what their loss is: the same on all ranks."""
+        return self._findings.setdefault("varying", [])
+
+    @property
+    def may_count_labels(self) -> bool:
+        """Whether any rank may have a loss that is a mean over labels: the same on all ranks."""
+        by_labels = {kind.name for kind in Composition if kind.by_labels}
+        return bool(self._varying or by_labels.intersection(self._known.values()) or self._has_news)
+
+    @property
+    def _counts_in_one_way(self) -> bool:
+        accelerator = self._trainer.accelerator
+        return accelerator.num_processes == 1 and not accelerator.plan.has_accumulation
+
+    def _look(self, batch: Any) -> str:
+        """What tells batches of one task from those of another: the names, kinds and dimensions of what they hold."""
+        if not isinstance(batch, Mapping):
+            return type(batch).__name__
+        parts = [f"{name}: {_kind_of(value)}" for name, value in batch.items()]
+        texts = [f"{name} = {value}" for name, value in batch.items() if isinstance(value, str)]  # as of its data set
+        named = ", ".join(sorted(map(str, parts + texts)))
+        # A text that is another one in every batch names no task.
+        return named if named in self._known or len(self._known) < _MOST_LOOKS else ", ".join(sorted(map(str, parts)))
+
+    def _try(self, look: str, batch: Any, samples: int | None, is_own: bool) -> Composition:
+        """Tries the loss of a batch; again in later steps while several answers fit (collective).
+
+        Args:
+            look: of the batch.
+            batch: of this rank.
+            samples: of it; None: as many as rows.
+            is_own: whether this rank has such a batch. Else it only takes part in the forwards.
+        """
+        # Ranks that have such a batch find the same plausible: by how it looks, and by the model.
+        plausible = next(each for each in all_objects(self._plausible(batch) if is_own else None) if each)
+        found = self._fitting(batch, samples, plausible, look, is_own)
+        fitting = set.intersection(*(each for each in all_objects(found if is_own else None) if each is not None))
         likeliest = next((kind for kind in plausible if kind in fitting), Composition.UNKNOWN)
-        self._trials += 1
-        if len(fitting) < 2 or self._trials == _MOST_TRIALS:
-            self._findings["composition"] = likeliest.name
+        self._trials[look] = trials = self._trials.get(look, 0) + 1
+        varies = look not in self._known and any(look.startswith(f"{each} [") for each in self._varying)
+        if not varies and (len(fitting) < 2 or trials == _MOST_TRIALS):
+            self._known[look] = likeliest.name
             if likeliest is Composition.UNKNOWN:
                 logger.warning(
                     "the loss of a batch is neither the mean over its samples or labels nor the sum over samples. It "
@@ -106,8 +204,6 @@ class LossTrials:
     def _plausible(self, batch: Any) -> list[Composition]:
         """What the loss may be, the likeliest first."""
         accelerator = self._trainer.accelerator
-        if accelerator.num_processes == 1 and not accelerator.plan.has_accumulation:
-            return [Composition.SAMPLES]
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
             return [Composition.SAMPLES, Composition.SUM]
@@ -118,14 +214,16 @@ class LossTrials:
             by_labels.reverse()
         return [*by_labels, Composition.SAMPLES, Composition.SUM]
 
-    def _fitting(self, batch: Any, samples: int | None, plausible: list[Composition]) -> set[Composition]:
+    def _fitting(
+        self, batch: Any, samples: int | None, plausible: list[Composition], look: str, is_own: bool
+    ) -> set[Composition]:
         """What the losses of the halves allow; all that is plausible if they tell nothing (collective)."""
         if len(plausible) == 1:
             return set(plausible)
-        ways = halvings(batch, samples)
+        ways = halvings(batch, samples) if is_own else []
         most = max(all_objects(len(ways)))
         if most == 0:
-            if self._trials == 0:
+            if look not in self._trials:
                 logger.warning(
                     "no rank can try the loss with halves of its batch (micro-batches of one sample, or batches that "
                     f"are no dicts), so it is taken for {plausible[0].value}. A loss that is something else is not "
@@ -271,6 +369,12 @@ def _alone(trainer: Trainer) -> Iterator[None]:
 def _itself(*args: Any, **kwargs: Any) -> Any:
     """What would be gathered, by its place or by one of its names."""
     return args[0] if args else kwargs["input_data" if "input_data" in kwargs else "tensor"]
+
+
+def _kind_of(value: Any) -> str:
+    if not torch.is_tensor(value):
+        return type(value).__name__
+    return f"{'real' if value.is_floating_point() else 'integer'} {value.ndim}"
 
 
 def _is_divided(once: float, twice: float, tolerance: float) -> bool | None:

@@ -36,8 +36,7 @@ class TrainerLosses:
         findings = trainer.accelerator.session.losses.findings
         findings["trainer"] = {}  # of this training: a model that is trained later may have another loss
         self._trials = LossTrials(trainer, findings["trainer"])
-        self._kind = Composition.SAMPLES
-        self._label_shares: deque[float] = deque()
+        self._shares: deque[float] = deque()  # of the micro-batches of the step that are still to come
 
     def count_items(self, count: Any, batches: list[Any], places: list[MicroBatchPlace]) -> Any:
         """The ``num_items_in_batch`` of a step or of an evaluation batch; None where the loss is a mean (collective).
@@ -54,27 +53,34 @@ class TrainerLosses:
         items = count(counted)
         if items is not None and self._trials.uses_count(batches[0], items):
             return items
-        self._label_shares.clear()
+        self._shares.clear()
         if places and known:
             self._begin_means(batches, places)
         return None
 
     def _begin_means(self, batches: list[Any], places: list[MicroBatchPlace]) -> None:
-        """Counts the labels of each global batch of the step on all ranks, if the loss is a mean over labels."""
+        """Finds the shares of a step's losses, which are means or sums over their batches (collective)."""
         # A repeated sample cannot be halved.
-        self._kind = kind = self._trials.composition(batches[0], places[0].samples or 1)
-        if not kind.by_labels:
-            return
+        kinds = self._trials.compositions(batches, [place.samples or 1 for place in places])
+        counts = [
+            kind.count(batch, place.samples) if kind.by_labels and place.samples else 0
+            for kind, batch, place in zip(kinds, batches, places, strict=True)
+        ]
         first = places[0].global_batch
-        # Every rank has part of the same global batches in a step.
-        totals = torch.zeros(places[-1].global_batch - first + 1, dtype=torch.float64)
-        own = [kind.count(b, place.samples) if place.samples else 0 for b, place in zip(batches, places, strict=True)]
-        for place, count in zip(places, own, strict=True):
-            totals[place.global_batch - first] += count
-        totals = self._trainer.accelerator.reduce(totals.to(self._trainer.args.device), "sum").tolist()
-        for place, count in zip(places, own, strict=True):
-            total = totals[place.global_batch - first]
-            self._label_shares.append(place.micro_batches * count / total if total else 0.0)
+        totals = [0.0] * (places[-1].global_batch - first + 1)
+        if self._trials.may_count_labels:
+            # Every rank has part of the same global batches in a step.
+            own = torch.zeros(len(totals), dtype=torch.float64)
+            for place, count in zip(places, counts, strict=True):
+                own[place.global_batch - first] += count
+            totals = self._trainer.accelerator.reduce(own.to(self._trainer.args.device), "sum").tolist()
+        for kind, place, count in zip(kinds, places, counts, strict=True):
+            total = totals[place.global_batch - first] if kind.by_labels else place.total_samples
+            if kind is Composition.SUM:
+                share = float(place.micro_batches) if place.samples else 0.0
+            else:
+                share = place.micro_batches * (count if kind.by_labels else place.samples) / total if total else 0.0
+            self._shares.append(share)
 
     def share(self, place: MicroBatchPlace | None, num_items_in_batch: Any) -> float:
         """The share of the next micro-batch's loss in its step; shares are summed over ranks and micro-batches.
@@ -83,18 +89,18 @@ class TrainerLosses:
             place: where the micro-batch stands; None for one of no prepared loader.
             num_items_in_batch: what the Trainer has counted; None: the loss is a mean.
         """
-        by_labels = self._label_shares.popleft() if self._label_shares else None
+        self._trials.micro_batch_begins()
+        found = self._shares.popleft() if self._shares else None
         if place is not None and place.samples == 0:
             return 0.0
         if num_items_in_batch is not None or place is None:
             return 1.0 / self._trainer.accelerator.num_processes
-        if by_labels is not None:
-            share = by_labels
-        elif self._kind is Composition.SUM:
-            share = float(place.micro_batches)
-        else:
-            share = place.micro_batches * place.samples / place.total_samples
+        share = place.micro_batches * place.samples / place.total_samples if found is None else found
         return share if self._trainer_divides else share / self._trainer.current_gradient_accumulation_steps
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Takes note of the loss of the micro-batch that `share` was asked for last."""
+        self._trials.see(loss)
 
     @property
     def _trainer_divides(self) -> bool:

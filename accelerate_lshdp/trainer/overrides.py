@@ -226,6 +226,6 @@ def _training_step(
     accelerator.choose_batch(inputs)
     with accelerator.accumulate(model):
         share = self.lshdp_losses.share(accelerator.batch_place, num_items_in_batch)
-        with accelerator.counting_losses(share):
+        with accelerator.counting_losses(share, self.lshdp_losses.see):
             loss = step(model, inputs, num_items_in_batch)
     return weigh(loss, share * accelerator.num_processes)

@@ -28,7 +28,10 @@ WRONG: dict[str, tuple[str, Any]] = {
     "a plan that is none": ("extra/plan", 3),
     "no step": ("extra/accelerate_step", None),
     "a step before the first": ("extra/accelerate_step", -1),
-    "a loss of an unknown kind": ("extra/losses", {"trainer": {"composition": []}, "loop": {}}),
+    "a loss of an unknown kind": (
+        "extra/losses",
+        {"trainer": {"compositions": {"labels: integer 1": []}}, "loop": {}},
+    ),
     "no list of micro-batches": ("loaders/0/micro_batches", 3),
     "micro-batches that are words": ("loaders/0/micro_batches", ["1"]),
     "no list of workers": ("loaders/0/worker_samples", 7),

@@ -200,6 +200,12 @@ def operation_of(loss: torch.Tensor) -> str:
     return _chain(loss.grad_fn)[-1].name() if loss.grad_fn is not None else ""
 
 
+def operations_of(loss: torch.Tensor) -> str:
+    """The names of the operation that made a loss, and of those that have reshaped it since, also sums and means."""
+    names = [node.name() for node in _chain(loss.grad_fn)]
+    return ", ".join(name for name in names if name not in _MULTIPLYING)
+
+
 def factor_of(loss: torch.Tensor) -> float:
     """The product of the numbers that a loss was multiplied with, as far as its graph shows them."""
     factor, chain = 1.0, _chain(loss.grad_fn)

@@ -65,8 +65,12 @@ def restore_findings(findings: dict[str, dict[str, Any]], saved: Any) -> None:
     trainer, loop = ({} if not isinstance(saved.get(name), dict) else saved[name] for name in ("trainer", "loop"))
     if isinstance(trainer.get("uses_count"), bool):
         findings.setdefault("trainer", {})["uses_count"] = trainer["uses_count"]
-    if trainer.get("composition") in Composition.__members__:
-        findings.setdefault("trainer", {})["composition"] = trainer["composition"]
+    compositions, varying = trainer.get("compositions"), trainer.get("varying")
+    if isinstance(compositions, dict):
+        known = {look: name for look, name in compositions.items() if name in Composition.__members__}
+        findings.setdefault("trainer", {})["compositions"] = known
+    if isinstance(varying, list):
+        findings.setdefault("trainer", {})["varying"] = [look for look in varying if isinstance(look, str)]
     for name, found in loop.items():
         known = isinstance(found, dict) and found.get("composition") in Composition.__members__
         # Without what tells it from other losses, as in older checkpoints, it is found again.
