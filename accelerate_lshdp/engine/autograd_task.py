@@ -8,4 +8,9 @@ import torch
 
 def is_in_autograd() -> bool:
     """Whether autograd is computing gradients: a forward is then one of activations that are computed again."""
-    return torch._C._current_graph_task_id() != -1
+    return current_task() != -1
+
+
+def current_task() -> int:
+    """The number of the backward that autograd computes in this thread; -1: none."""
+    return torch._C._current_graph_task_id()

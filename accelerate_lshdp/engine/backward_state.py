@@ -20,7 +20,8 @@ class BackwardState:
         bypassed: whether autograd produced gradients outside of one.
         is_alone: whether it is the only model of the backward: then ranks wait for nothing between autograd and
             `Flow.deliver`.
-        took_part: whether autograd produced gradients for the model since the last one was begun.
+        reached: whether autograd produced gradients for the model on this rank since the last one was begun.
+        took_part: whether it did on any rank.
         local: the gradients that this rank holds alone.
         heap: looked at as gradients are made, and before units are gathered. None: on devices, or where the user has
             tuned the C library.
@@ -31,7 +32,7 @@ class BackwardState:
         self.in_backward = False
         self.bypassed = False
         self.is_alone = True
-        self.took_part = False
+        self.reached = self.took_part = False
         self.local = LocalGradients()
         self._used: set[int] = set()
         self._reported = False
@@ -42,7 +43,7 @@ class BackwardState:
         # model refuses them.
         if not self.in_backward:
             self.bypassed = True
-        self.took_part = True
+        self.reached = self.took_part = True
         self._used.add(index)
         self.check_heap()
 
@@ -66,7 +67,7 @@ class BackwardState:
         if self._reported:
             self._used = {index for index in self._used if parameters[index].grad is not None}
             self._reported = False
-        self.in_backward, self.took_part = True, False
+        self.in_backward, self.reached, self.took_part = True, False, False
 
     def report(self, count: int) -> torch.Tensor:
         """To which trainable parameters' gradients this rank has contributed: 0/1, shape (count,), float64."""

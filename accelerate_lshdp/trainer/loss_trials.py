@@ -91,29 +91,34 @@ class LossTrials:
             "processes: it is taken for a mean over its batch, and weighted by the size of that"
         )
 
-    def compositions(self, batches: Sequence[Any], samples: Sequence[int | None]) -> list[Composition]:
+    def compositions(
+        self, batches: Sequence[Any], samples: Sequence[int | None], numbers: Sequence[int]
+    ) -> list[Composition]:
         """What losses that are not divided by a number of items are made of (collective).
 
         Args:
             batches: this rank's micro-batches of a step.
             samples: of each; None: as many as rows.
+            numbers: of the global batch that each is a part of, from the first of the step.
         """
         if self._counts_in_one_way:
             return [Composition.SAMPLES] * len(batches)
         looks = [self._look(batch) for batch in batches]
         in_step: dict[str, Composition] = {}
-        news = len(self._unknown(looks)) + len(self._changed)
-        exchange = self._trainer.accelerator.session.exchange
-        self._has_news = exchange.sum(torch.tensor([news], dtype=torch.float64)).item() > 0
+        news = len(self._unknown(looks, numbers)) + len(self._changed)
+        session = self._trainer.accelerator.session
+        session.engine.collective_begins()
+        self._has_news = session.exchange.sum(torch.tensor([news], dtype=torch.float64)).item() > 0
         if self._has_news:
             self._agree_on_changes()
-            tried = self._tried(looks)
-            for look in sorted(set().union(*all_objects(self._unknown(looks)))):
+            tried = self._tried(looks, numbers)
+            for look in sorted(set().union(*all_objects(self._unknown(looks, numbers)))):
                 index = tried.index(look) if look in tried else None
                 batch, size = (batches[0], None) if index is None else (batches[index], samples[index])
-                in_step[look] = self._try(look, batch, size, is_own=index is not None)
+                is_varying = any(look.startswith(f"{each} [") for each in self._varying)
+                in_step[look] = self._try(look, batch, size, is_own=index is not None, is_varying=is_varying)
         self._looks = deque(looks)
-        return [in_step.get(look) or Composition[self._known[look]] for look in self._tried(looks)]
+        return [in_step.get(look) or Composition[self._known[look]] for look in self._tried(looks, numbers)]
 
     def micro_batch_begins(self) -> None:
         """Takes note that the losses that follow are of the next micro-batch of the step."""
@@ -138,12 +143,13 @@ class LossTrials:
             self._known.pop(look, None)
         self._changed.clear()
 
-    def _tried(self, looks: Sequence[str]) -> list[str]:
-        """The names under which losses of a step are tried: those that vary each for itself."""
-        return [f"{look} [{index}]" if look in self._varying else look for index, look in enumerate(looks)]
+    def _tried(self, looks: Sequence[str], numbers: Sequence[int]) -> list[str]:
+        """The names under which losses of a step are tried: those that vary by themselves in each global batch."""
+        named = zip(looks, numbers, strict=True)
+        return [f"{look} [{number}]" if look in self._varying else look for look, number in named]
 
-    def _unknown(self, looks: Sequence[str]) -> set[str]:
-        return {look for look in self._tried(looks) if look not in self._known}
+    def _unknown(self, looks: Sequence[str], numbers: Sequence[int]) -> set[str]:
+        return {look for look in self._tried(looks, numbers) if look not in self._known}
 
     @property
     def _known(self) -> dict[str, str]:
@@ -172,11 +178,12 @@ class LossTrials:
             return type(batch).__name__
         parts = [f"{name}: {_kind_of(value)}" for name, value in batch.items()]
         texts = [f"{name} = {value}" for name, value in batch.items() if isinstance(value, str)]  # as of its data set
-        named = ", ".join(sorted(map(str, parts + texts)))
+        named = ", ".join(sorted(parts + texts))
         # A text that is another one in every batch names no task.
-        return named if named in self._known or len(self._known) < _MOST_LOOKS else ", ".join(sorted(map(str, parts)))
+        seen = self._known.keys() | self._trials.keys()
+        return named if named in seen or len(seen) < _MOST_LOOKS else ", ".join(sorted(parts))
 
-    def _try(self, look: str, batch: Any, samples: int | None, is_own: bool) -> Composition:
+    def _try(self, look: str, batch: Any, samples: int | None, *, is_own: bool, is_varying: bool) -> Composition:
         """Tries the loss of a batch; again in later steps while several answers fit (collective).
 
         Args:
@@ -184,21 +191,22 @@ class LossTrials:
             batch: of this rank.
             samples: of it; None: as many as rows.
             is_own: whether this rank has such a batch. Else it only takes part in the forwards.
+            is_varying: whether the next batch that looks like it may have another loss.
         """
         # Ranks that have such a batch find the same plausible: by how it looks, and by the model.
         plausible = next(each for each in all_objects(self._plausible(batch) if is_own else None) if each)
         found = self._fitting(batch, samples, plausible, look, is_own)
         fitting = set.intersection(*(each for each in all_objects(found if is_own else None) if each is not None))
         likeliest = next((kind for kind in plausible if kind in fitting), Composition.UNKNOWN)
-        self._trials[look] = trials = self._trials.get(look, 0) + 1
-        varies = look not in self._known and any(look.startswith(f"{each} [") for each in self._varying)
-        if not varies and (len(fitting) < 2 or trials == _MOST_TRIALS):
-            self._known[look] = likeliest.name
-            if likeliest is Composition.UNKNOWN:
-                logger.warning(
-                    "the loss of a batch is neither the mean over its samples or labels nor the sum over samples. It "
-                    "is weighted by samples, so unequal batches do not give exactly the gradient of the global batch"
-                )
+        if not is_varying:
+            self._trials[look] = self._trials.get(look, 0) + 1
+            if len(fitting) < 2 or self._trials[look] == _MOST_TRIALS:
+                self._known[look] = likeliest.name
+        if likeliest is Composition.UNKNOWN:
+            logger.warning_once(
+                "the loss of a batch is neither the mean over its samples or labels nor the sum over samples. It "
+                "is weighted by samples, so unequal batches do not give exactly the gradient of the global batch"
+            )
         return likeliest
 
     def _plausible(self, batch: Any) -> list[Composition]:
@@ -224,7 +232,7 @@ class LossTrials:
         most = max(all_objects(len(ways)))
         if most == 0:
             if look not in self._trials:
-                logger.warning(
+                logger.warning_once(
                     "no rank can try the loss with halves of its batch (micro-batches of one sample, or batches that "
                     f"are no dicts), so it is taken for {plausible[0].value}. A loss that is something else is not "
                     "exactly that of one process"

@@ -61,21 +61,22 @@ class TrainerLosses:
     def _begin_means(self, batches: list[Any], places: list[MicroBatchPlace]) -> None:
         """Finds the shares of a step's losses, which are means or sums over their batches (collective)."""
         # A repeated sample cannot be halved.
-        kinds = self._trials.compositions(batches, [place.samples or 1 for place in places])
+        first = places[0].global_batch
+        numbers = [place.global_batch - first for place in places]
+        kinds = self._trials.compositions(batches, [place.samples or 1 for place in places], numbers)
         counts = [
             kind.count(batch, place.samples) if kind.by_labels and place.samples else 0
             for kind, batch, place in zip(kinds, batches, places, strict=True)
         ]
-        first = places[0].global_batch
-        totals = [0.0] * (places[-1].global_batch - first + 1)
+        totals = [0.0] * (numbers[-1] + 1)
         if self._trials.may_count_labels:
             # Every rank has part of the same global batches in a step.
             own = torch.zeros(len(totals), dtype=torch.float64)
-            for place, count in zip(places, counts, strict=True):
-                own[place.global_batch - first] += count
+            for number, count in zip(numbers, counts, strict=True):
+                own[number] += count
             totals = self._trainer.accelerator.reduce(own.to(self._trainer.args.device), "sum").tolist()
-        for kind, place, count in zip(kinds, places, counts, strict=True):
-            total = totals[place.global_batch - first] if kind.by_labels else place.total_samples
+        for kind, place, number, count in zip(kinds, places, numbers, counts, strict=True):
+            total = totals[number] if kind.by_labels else place.total_samples
             if kind is Composition.SUM:
                 share = float(place.micro_batches) if place.samples else 0.0
             else:

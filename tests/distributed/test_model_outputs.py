@@ -11,6 +11,7 @@ import pytest
 import torch
 from exactness import full
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from training_cases import collate, relative_error
 
@@ -42,13 +43,14 @@ class Block(nn.Module):
         super().__init__()
         self.wraps = wraps
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = nn.LayerNorm(4) if wraps == "attribute after a norm" else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> Any:
-        found = x + self.second(torch.tanh(self.first(x)))
+        found = self.last(x + self.second(torch.tanh(self.first(x))))
         match self.wraps:
             case "namespace":
                 return SimpleNamespace(hidden=found)
-            case "attribute":
+            case "attribute" | "attribute after a norm":
                 self.hidden = found
                 return self
             case _:
@@ -168,17 +170,18 @@ def test_blocks_that_leave_their_output_in_an_attribute(workers, strategy, nodes
         assert relative_error(parameters, expected) <= 1e-12
 
 
-def message_of_attribute(strategy: str, root: str | None, units: Any) -> str:
+def message_of_attribute(wraps: str, strategy: str, root: str | None, units: Any) -> str:
     with pytest.raises(RuntimeError) as caught:
-        train("", "attribute", strategy, "auto", root, units)
+        train("", wraps, strategy, "auto", root, units)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("wraps", ["attribute", "attribute after a norm"])
 @pytest.mark.parametrize(
     ("strategy", "root", "units"), [("fsdp", None, ["Block"]), ("osdp", "world", ["replicate", "world", "world_kept"])]
 )
-def test_sharded_blocks_that_leave_their_output_in_an_attribute_are_refused(workers, strategy, root, units):
-    for message in workers(2).run(message_of_attribute, strategy, root, units, nodes=(1, 1)):
+def test_sharded_blocks_that_leave_their_output_in_an_attribute_are_refused(workers, wraps, strategy, root, units):
+    for message in workers(2).run(message_of_attribute, wraps, strategy, root, units, nodes=(1, 1)):
         assert re.search(r"a block whose parameters were not gathered again.*in an attribute.*Return what", message)
 
 
@@ -209,3 +212,115 @@ def test_micro_batches_and_recomputed_blocks(workers, strategy, root, store):
     expected = reference()
     for parameters in workers(2).run(train_accumulating, strategy, root, store, nodes=(1, 1)):
         assert relative_error(parameters, expected) <= 1e-12
+
+
+def two_losses_of_a_forward(container: str, wraps: str) -> dict:
+    accelerator, model, prepared, _, loader = started(container, wraps)
+    batch = next(iter(loader))
+    logits = model.logits(prepared(batch["inputs"]))
+    accelerator.backward(logits.square().mean(), retain_graph=True)
+    accelerator.backward(logits.square().mean())
+    return {name: full(p.grad) for name, p in prepared.named_parameters()}
+
+
+def started(container: str, wraps: str) -> tuple:
+    plan = Plan.from_batch_sizes([4, 2], strategy="fsdp")
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample", units=["Block"]))
+    model = Model(container, wraps).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return accelerator, model, *accelerator.prepare(model, optimizer, DataLoader(Points(), 2, collate_fn=collate))
+
+
+@pytest.mark.parametrize(("container", "wraps"), [("", ""), ("slots", "namespace")])
+def test_two_losses_of_one_forward(workers, container, wraps):
+    model = Model("", "").double()
+    (2 * model(collate([Points()[index] for index in range(6)])["inputs"]).square().mean()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for gradients in workers(2).run(two_losses_of_a_forward, container, wraps, nodes=(1, 1)):
+        assert relative_error(gradients, expected) <= 1e-12
+
+
+class Recomputing(Model):
+    """Recomputes its blocks with reentrant checkpoints, each of which has a backward of its own inside another."""
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.wrapped(self.head(x))
+
+
+def train_recomputing(container: str) -> dict:
+    plan = Plan.from_batch_sizes([4, 2], strategy="fsdp")
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample", units=["Block"]))
+    model = Recomputing(container, "").double()
+    prepared, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Points(), 2, collate_fn=collate)
+    )
+    steps(prepared, model, optimizer, loader, accelerator.backward)
+    return {name: full(p) for name, p in prepared.named_parameters()}
+
+
+@pytest.mark.parametrize("container", ["", "namespace", "attribute"])
+def test_reentrant_checkpoints(workers, container):
+    expected = reference()
+    for parameters in workers(2).run(train_recomputing, container, nodes=(1, 1)):
+        assert relative_error(parameters, expected) <= 1e-12
+
+
+class Weights:
+    """What a model returns whose loss is computed with the head's weight, as fused losses are."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        self.hidden, self.weight = hidden, weight
+
+
+def hooks_of_a_returned_weight() -> list[int]:
+    accelerator, model, prepared, optimizer, loader = started("", "")
+    model.wrapped = lambda found: Weights(found, model.embedding.weight)
+    found = []
+    for batch in loader:
+        output = prepared(batch["inputs"])
+        found.append(len(output.weight._backward_hooks or ()))
+        accelerator.backward(output.hidden.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_parameters_that_are_returned_keep_no_hooks(workers):
+    assert workers(2).run(hooks_of_a_returned_weight, nodes=(1, 1)) == [[0, 0]] * 2
+
+
+def left_out_model() -> tuple[list[str], dict]:
+    """A step of two models, whose second one is not in the loss of rank 1."""
+    plan = Plan.from_batch_sizes([4, 2], strategy="lsdp", intra_node="collectives")
+    accelerator = LSHDPAccelerator(plan=plan, lsdp_plugin=LSDPPlugin(loss_weighting="sample", units=["Block"]))
+    models = [Model("slots", "").double(), Model("slots", "").double()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    loader = DataLoader(Points(), 2, collate_fn=collate)
+    *prepared, _, _, loader = accelerator.prepare(*models, *optimizers, loader)
+    completed = []
+    for name, model in zip(("first", "second"), models, strict=True):
+        state = model._get_fsdp_state()
+        complete = state._root_post_backward_final_callback
+        state._root_post_backward_final_callback = lambda name=name, complete=complete: (
+            completed.append(name),
+            complete(),
+        )
+    used = models[: 2 - accelerator.process_index]
+    batch = next(iter(loader))
+    accelerator.backward(sum(model.logits(model(batch["inputs"])).square().mean() for model in used))
+    return completed, {name: full(p.grad) for name, p in prepared[1].named_parameters()}
+
+
+def test_a_model_that_only_other_ranks_have_in_their_loss_is_not_completed_here(workers):
+    """Its sums between nodes begin in the order in which those of the other ranks do."""
+    model = Model("", "").double()
+    inputs = collate([Points()[index] for index in range(6)])["inputs"]
+    (model(inputs[:4]).square().mean() * 4 / 6).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    results = workers(2).run(left_out_model, nodes=(1, 1))
+    assert [completed for completed, _ in results] == [["first", "second"], ["first"]]
+    for _, gradients in results:
+        assert relative_error(gradients, expected) <= 1e-12

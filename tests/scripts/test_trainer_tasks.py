@@ -78,10 +78,11 @@ class TaskTrainer(Trainer):
 
 
 def train(
-    folder: str, how: str, sizes: list | None, strategy: str, rate: float
-) -> tuple[dict, list[float], list[str]]:
+    folder: str, how: str, sizes: list | None, strategy: str, rate: float, accumulation: int = 1
+) -> tuple[dict, list, list]:
     options = {"remove_unused_columns": False, "num_train_epochs": 1, "logging_steps": 1, "max_grad_norm": 1e9}
     options |= {"learning_rate": rate, "per_device_train_batch_size": TOTAL, "include_num_input_tokens_seen": "no"}
+    options["gradient_accumulation_steps"] = accumulation
     kinds, more = (TaskTrainer,), {}
     if sizes is not None:
         kinds = (LSHDPTrainerMixin, TaskTrainer)
@@ -114,15 +115,51 @@ def test_tasks_that_batches_tell_are_tried_each_for_itself(
         assert not told
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [("ddp", (1, 1)), ("fsdp", (1, 1)), ("lsdp", (2,))])
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "nodes", "accumulation"),
+    [
+        ([3, 2], "ddp", (1, 1), 1),
+        ([3, 2], "fsdp", (1, 1), 1),
+        ([3, 2], "lsdp", (2,), 1),
+        ([(2, 2), (1, 1)], "ddp", (1, 1), 2),
+    ],
+)
 def test_tasks_that_look_alike_are_tried_in_each_step_once_that_is_seen(
-    workers: WorkerPools, tmp_path: Path, strategy: str, nodes: tuple[int, ...]
+    workers: WorkerPools, tmp_path: Path, sizes: list, strategy: str, nodes: tuple[int, ...], accumulation: int
 ) -> None:
     """All steps have the gradient of one process, but for the first with another loss, of which a warning tells."""
-    [(_, norms, _)] = workers(1).run(train, str(tmp_path), "alike", None, "", 0.0, nodes=(1,))
-    results = workers(2).run(train, str(tmp_path), "alike", [3, 2], strategy, 0.0, nodes=nodes)
+    [(_, norms, _)] = workers(1).run(train, str(tmp_path), "alike", None, "", 0.0, accumulation, nodes=(1,))
+    results = workers(2).run(train, str(tmp_path), "alike", sizes, strategy, 0.0, accumulation, nodes=nodes)
+    seen = 2 // accumulation  # steps until the first batch of the other task was trained
     for _, found, _ in results:
-        assert found[0] == pytest.approx(norms[0], rel=1e-9)
-        assert found[2:] == pytest.approx(norms[2:], rel=1e-9)
+        assert found[: seen - 1] == pytest.approx(norms[: seen - 1], rel=1e-9)
+        assert found[seen:] == pytest.approx(norms[seen:], rel=1e-9)
     told = [text for _, _, texts in results for text in texts]
     assert ["another operation made" in text for text in told] == [True]  # by the main process
+
+
+class Files(Tasks):
+    def __len__(self) -> int:
+        return 40
+
+
+def looks_of_texts(folder: str) -> tuple[int, list[str]]:
+    """Micro-batches of one sample, which nobody can halve, each with a text of its own."""
+    plan = Plan.from_batch_sizes([1, 1], strategy="ddp")
+    options = {"remove_unused_columns": False, "num_train_epochs": 1, "include_num_input_tokens_seen": "no"}
+    trainer = type("Tasking", (LSHDPTrainerMixin, TaskTrainer), {})(
+        model=Tagger().double(),
+        args=arguments(folder, **options),
+        data_collator=lambda rows: collate(rows, "alike") | {"file": str(rows[0]["ids"].tolist())},
+        train_dataset=Files(),
+        plan=plan,
+    )
+    with listening() as told:
+        trainer.train()
+    return len(trainer.lshdp_losses._trials._trials), told
+
+
+def test_texts_that_name_no_task_are_not_tried_for_ever(workers: WorkerPools, tmp_path: Path) -> None:
+    for looks, told in workers(2).run(looks_of_texts, str(tmp_path), nodes=(1, 1)):
+        assert looks <= 34
+        assert sum("no rank can try" in text for text in told) <= 1

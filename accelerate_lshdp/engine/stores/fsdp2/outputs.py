@@ -11,30 +11,50 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from accelerate_lshdp.engine.autograd_task import current_task
 from accelerate_lshdp.engine.stores.containers import tensors_in
+from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
 from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits, UsedLogits
 
 
+logger = get_logger(__name__)
+
 _Hook = Callable[[torch.Tensor], torch.Tensor]
+#: What torch says of parameters whose memory is gone, by the operation that needs them.
+_NOT_GATHERED = ("out of bounds for storage of size 0", "its data is not allocated yet")
 
 
-def watch_objects(module: FSDPModule) -> None:
-    """Lets a unit's backward begin with the gradient of any output, whatever object of the script that is in."""
+def watch_outputs(module: FSDPModule) -> None:
+    """Lets a unit's backward begin with the gradient of any output, whatever object of the script that is in.
+
+    Args:
+        module: one of those of a unit, which share their state.
+    """
     state = module._get_fsdp_state()
-    register = state._register_pre_backward_hook
+    register, groups = state._register_pre_backward_hook, param_groups(module)
 
     def register_all(output: Any) -> Any:
         output = register(output)
-        if torch.is_grad_enabled() and not isinstance(output, torch.Tensor):
-            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if torch.is_grad_enabled():
+            tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not _is_leaf(tensor)]
             unseen = [tensor for tensor in tensors if not _is_watched(tensor, state._pre_backward)]
             if unseen:
                 _watch(tensors, unseen, state._pre_backward)
+            if not tensors and any(group.post_forward_mesh_info is not None for group in groups):
+                _warn_of_hidden_outputs(state)
         return output
 
     state._register_pre_backward_hook = register_all
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    # A parameter that a model returns is there for whoever gets it, and would keep each forward's hook.
+    return not isinstance(tensor, SlicedLogits) and tensor.is_leaf
 
 
 def _is_watched(tensor: torch.Tensor, begin: _Hook) -> bool:
@@ -52,22 +72,31 @@ def _watch(tensors: list[torch.Tensor], unseen: list[torch.Tensor], begin: _Hook
             tensor.register_hook(begin)  # these take hooks of FSDP2 alone without being computed
 
 
+def _warn_of_hidden_outputs(state: FSDPState) -> None:
+    if any(parameter.requires_grad for module in state._modules for parameter in module.parameters()):
+        logger.warning_once(
+            f"{type(state._modules[0]).__name__}, whose parameters are divided among ranks, returns nothing that has "
+            "a gradient. If the loss depends on what it leaves in an attribute, its backward cannot gather them, and "
+            "fails or ends the process: return that"
+        )
+
+
 class _Beginning:
-    """Begins the backward of one forward of a unit, once.
+    """Begins the backward of one forward of a unit, once in each backward of the script.
 
     A cache that all units fill is in the output of each: a gradient of what an earlier unit has put there comes when
     the later ones have gone back already, which must not gather these again.
     """
 
     def __init__(self, begin: _Hook) -> None:
-        self._begin, self._has_begun = begin, False
+        self._begin, self._begun_in = begin, -1
 
     def of_seen(self, gradient: torch.Tensor) -> None:
-        self._has_begun = True  # by FSDP2
+        self._begun_in = current_task()  # by FSDP2
 
     def of_unseen(self, gradient: torch.Tensor) -> None:
-        if not self._has_begun:
-            self._has_begun = True
+        if self._begun_in != current_task():
+            self._begun_in = current_task()
             self._begin(gradient)
 
 
@@ -77,7 +106,7 @@ def explain_not_gathered(error: BaseException) -> None:
     Raises:
         RuntimeError: autograd needed some.
     """
-    if isinstance(error, RuntimeError) and "out of bounds for storage of size 0" in str(error):
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _NOT_GATHERED):
         raise RuntimeError(
             "found a backward through a block whose parameters were not gathered again: no output that its forward "
             "returned had a gradient, as when a model leaves outputs in an attribute, or changes them in place. "
@@ -87,32 +116,32 @@ def explain_not_gathered(error: BaseException) -> None:
 
 
 class Completion:
-    """Whether FSDP2 has completed the backward of a model, which it does only if it saw a gradient of an output.
+    """Completes the backward of a model after autograd: what is still gathered is reduced then.
+
+    FSDP2 would do it at the end of the backward in which it first sees the gradient of an output. It may see none, or
+    the first one inside of a backward that reentrant checkpointing makes in the middle of another.
 
     Args:
-        modules: those of the model that FSDP2 shards.
+        root: the module of the whole model.
     """
 
-    def __init__(self, modules: list[FSDPModule]) -> None:
-        self._is_complete = True
-        states = [module._get_fsdp_state() for module in modules]
-        self._complete: Callable[[], None] | None = states[0]._root_post_backward_final_callback if states else None
-        for state in states:
-            state._root_post_backward_final_callback = self._noting(state._root_post_backward_final_callback)
-
-    def _noting(self, complete: Callable[[], None]) -> Callable[[], None]:
-        def completed() -> None:
-            self._is_complete = True
-            complete()
-
-        return completed
+    def __init__(self, root: FSDPModule) -> None:
+        self._state = root._get_fsdp_state()
 
     def backward_begins(self) -> None:
-        """Notes that autograd is about to run."""
-        self._is_complete = False
+        """Takes it over from FSDP2, whose units look whether it is queued already."""
+        self._state._state_ctx.post_backward_final_callback_queued = True
 
-    def complete(self) -> None:
-        """Reduces what is left, after autograd; a collective if FSDP2 has not done it."""
-        if not self._is_complete and self._complete is not None:
-            self._is_complete = True
-            self._complete()
+    def complete(self, reached: bool) -> None:
+        """Completes the backward, or gives it back to FSDP2 if this rank had none; collective if there was one.
+
+        Args:
+            reached: whether autograd produced gradients of the model.
+        """
+        context = self._state._state_ctx
+        if not context.post_backward_final_callback_queued:
+            return
+        # Gradients may have passed through units that have none themselves.
+        if reached or any(state._training_state is not TrainingState.IDLE for state in context.all_states):
+            self._state._root_post_backward_final_callback()
+        context.post_backward_final_callback_queued = False

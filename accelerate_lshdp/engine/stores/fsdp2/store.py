@@ -25,7 +25,7 @@ from accelerate_lshdp.engine.module_state import is_noop_conversion, parameters_
 from accelerate_lshdp.engine.store import Store, StoreContext
 from accelerate_lshdp.engine.stores.fsdp2.kind import UnitKind
 from accelerate_lshdp.engine.stores.fsdp2.limits import guard_methods, refuse_double_backward, refuse_shards_in_files
-from accelerate_lshdp.engine.stores.fsdp2.outputs import Completion, explain_not_gathered, watch_objects
+from accelerate_lshdp.engine.stores.fsdp2.outputs import Completion, explain_not_gathered, watch_outputs
 from accelerate_lshdp.engine.stores.fsdp2.plain_parameters import PlainParameters, without_shards
 from accelerate_lshdp.engine.stores.fsdp2.sharding import shard_units
 from accelerate_lshdp.engine.stores.fsdp2.streams import used_on_this_stream
@@ -86,7 +86,7 @@ class Fsdp2Store(Store):
             OrderedReductions(reduction, context.clock, len(self._replicated)) if reduction is not None else None
         )
         self._configure(device)
-        self._completion = Completion(self._fsdp_modules())
+        self._completion = Completion(module)
         refuse_double_backward(module)
         guard_methods(module)
         for handle in refuse_shards_in_files(module):
@@ -162,7 +162,8 @@ class Fsdp2Store(Store):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_all_gather(kind.all_gather)
                 module.set_custom_reduce_scatter(kind.reduce_scatter)
-            watch_objects(module)
+        for module in {id(module._get_fsdp_state()): module for module in self._fsdp_modules()}.values():
+            watch_outputs(module)
         # A parameter that this rank did not use still takes part: other ranks send its gradient.
         reduce_unused_parameters(self.module)
         # One stream for all units: what travels between nodes overlaps with the backward, not with itself.
@@ -287,7 +288,7 @@ class Fsdp2Store(Store):
         unit.local.clear()
 
     def deliver(self) -> None:
-        self._completion.complete()
+        self._completion.complete(self.context.state.reached)
         if not self._synchronise or self._reductions is None:
             return
         # With several forwards FSDP2 has added all of them up in .grad by now: the node's sums travel as they are.
@@ -404,6 +405,7 @@ class Fsdp2Store(Store):
             module.reshard()
 
     def cancel(self) -> None:
+        self._completion.complete(reached=False)
         self._plain.cancel()
         if self._synchronise and any(unit.local for unit in self._replicated):
             for unit in self._replicated:
