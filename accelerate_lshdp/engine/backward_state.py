@@ -21,7 +21,7 @@ class BackwardState:
         is_alone: whether it is the only model of the backward: then ranks wait for nothing between autograd and
             `Flow.deliver`.
         reached: whether autograd produced gradients for the model on this rank since the last one was begun.
-        took_part: whether it did on any rank.
+        took_part: the same, and on any rank once ranks have told each other.
         local: the gradients that this rank holds alone.
         heap: looked at as gradients are made, and before units are gathered. None: on devices, or where the user has
             tuned the C library.

@@ -60,9 +60,9 @@ class TrainerLosses:
 
     def _begin_means(self, batches: list[Any], places: list[MicroBatchPlace]) -> None:
         """Finds the shares of a step's losses, which are means or sums over their batches (collective)."""
-        # A repeated sample cannot be halved.
         first = places[0].global_batch
         numbers = [place.global_batch - first for place in places]
+        # A repeated sample cannot be halved.
         kinds = self._trials.compositions(batches, [place.samples or 1 for place in places], numbers)
         counts = [
             kind.count(batch, place.samples) if kind.by_labels and place.samples else 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -170,10 +171,19 @@ def test_blocks_that_leave_their_output_in_an_attribute(workers, strategy, nodes
         assert relative_error(parameters, expected) <= 1e-12
 
 
-def message_of_attribute(wraps: str, strategy: str, root: str | None, units: Any) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        train("", wraps, strategy, "auto", root, units)
-    return str(caught.value)
+def message_of_attribute(wraps: str, strategy: str, root: str | None, units: Any) -> tuple[str, list[str]]:
+    """The error, and what was said before it."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("accelerate_lshdp.engine.stores.fsdp2.outputs")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            train("", wraps, strategy, "auto", root, units)
+    finally:
+        log.removeHandler(handler)
+    return str(caught.value), told
 
 
 @pytest.mark.parametrize("wraps", ["attribute", "attribute after a norm"])
@@ -181,7 +191,8 @@ def message_of_attribute(wraps: str, strategy: str, root: str | None, units: Any
     ("strategy", "root", "units"), [("fsdp", None, ["Block"]), ("osdp", "world", ["replicate", "world", "world_kept"])]
 )
 def test_sharded_blocks_that_leave_their_output_in_an_attribute_are_refused(workers, wraps, strategy, root, units):
-    for message in workers(2).run(message_of_attribute, wraps, strategy, root, units, nodes=(1, 1)):
+    for message, told in workers(2).run(message_of_attribute, wraps, strategy, root, units, nodes=(1, 1)):
+        assert told and all("Block, whose parameters are divided" in text for text in told)
         assert re.search(r"a block whose parameters were not gathered again.*in an attribute.*Return what", message)
 
 

@@ -7,11 +7,11 @@ them in an attribute; then FSDP2 alone would train on without the gradients of w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -22,7 +22,7 @@ from accelerate_lshdp.engine.stores.fsdp2.versions import param_groups
 from accelerate_lshdp.engine.stores.sliced.logits import SlicedLogits, UsedLogits
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _Hook = Callable[[torch.Tensor], torch.Tensor]
 #: What torch says of parameters whose memory is gone, by the operation that needs them.
@@ -37,15 +37,18 @@ def watch_outputs(module: FSDPModule) -> None:
     """
     state = module._get_fsdp_state()
     register, groups = state._register_pre_backward_hook, param_groups(module)
+    was_told = False
 
     def register_all(output: Any) -> Any:
+        nonlocal was_told
         output = register(output)
         if torch.is_grad_enabled():
             tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not _is_leaf(tensor)]
             unseen = [tensor for tensor in tensors if not _is_watched(tensor, state._pre_backward)]
             if unseen:
                 _watch(tensors, unseen, state._pre_backward)
-            if not tensors and any(group.post_forward_mesh_info is not None for group in groups):
+            if not (tensors or was_told) and any(group.post_forward_mesh_info is not None for group in groups):
+                was_told = True
                 _warn_of_hidden_outputs(state)
         return output
 
@@ -74,7 +77,7 @@ def _watch(tensors: list[torch.Tensor], unseen: list[torch.Tensor], begin: _Hook
 
 def _warn_of_hidden_outputs(state: FSDPState) -> None:
     if any(parameter.requires_grad for module in state._modules for parameter in module.parameters()):
-        logger.warning_once(
+        logger.warning(
             f"{type(state._modules[0]).__name__}, whose parameters are divided among ranks, returns nothing that has "
             "a gradient. If the loss depends on what it leaves in an attribute, its backward cannot gather them, and "
             "fails or ends the process: return that"
