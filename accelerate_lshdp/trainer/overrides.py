@@ -18,8 +18,10 @@ import torch
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from accelerate_lshdp.checkpoint.model import plain_name
 from accelerate_lshdp.data.loader import EVALUATION, TRAINING, HeterogeneousDataLoader
 from accelerate_lshdp.data.weighting import weigh
+from accelerate_lshdp.engine.stores.fsdp2.whole_states import whole_states
 from accelerate_lshdp.trainer import checkpoints
 from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_accumulation, script_steps
 from accelerate_lshdp.trainer.checks import check_arguments, check_train_loader, warn_of_weighting
@@ -179,8 +181,16 @@ class TrainerOverrides(Trainer):
         """Gives the Trainer the whole model of a sharded strategy (collective)."""
         if not self.accelerator.policies.is_sharded:
             return super().save_model(output_dir, _internal_call)
-        state = self.accelerator.get_state_dict(self.model)
-        self._save(output_dir, state_dict=state)
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        state, error = self.accelerator.get_state_dict(self.model), None
+        if self.args.should_save:  # asked here too: a script's own _save may leave that to this method
+            try:
+                # Also for a _save that does not look at `state_dict`, but lets the model save itself.
+                with whole_states(self.accelerator.unwrap_model(self.model), state, plain_name):
+                    self._save(output_dir, state_dict=state)
+            except Exception as found:  # a script's code may raise anything, on this rank alone
+                error = found
+        self.accelerator.session.raise_everywhere(error)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class _SavePretrained:
     """``save_pretrained`` of a sharded module, which needs the whole state dict from its caller."""
 
     def __init__(self, save: Callable[..., Any]) -> None:
-        self._save = save
+        self.save = save
 
     def __call__(self, save_directory: Any, *arguments: Any, **keywords: Any) -> Any:
         if keywords.get("state_dict") is None and (len(arguments) < 2 or arguments[1] is None):
@@ -116,7 +117,7 @@ class _SavePretrained:
                 "only. Call state = accelerator.get_state_dict(model) on all ranks, and then "
                 "save_pretrained(..., state_dict=state)"
             )
-        return self._save(save_directory, *arguments, **keywords)
+        return self.save(save_directory, *arguments, **keywords)
 
 
 #: Takes the place of a shard's ``__reduce_ex__``: pickle looks that up in the object before the class.
@@ -162,3 +163,20 @@ def guard_methods(module: nn.Module) -> None:
     save = getattr(module, "save_pretrained", None)
     if save is not None:
         vars(module)["save_pretrained"] = _SavePretrained(save)
+
+
+@contextlib.contextmanager
+def saving_allowed(module: nn.Module) -> Iterator[None]:
+    """Inside, ``save_pretrained`` of a model and of its parts is what it was before `guard_methods`."""
+    guards = [
+        (vars(part), guard)
+        for part in module.modules()
+        if isinstance(guard := vars(part).get("save_pretrained"), _SavePretrained)
+    ]
+    for attributes, guard in guards:
+        attributes["save_pretrained"] = guard.save
+    try:
+        yield
+    finally:
+        for attributes, guard in guards:
+            attributes["save_pretrained"] = guard
