@@ -13,21 +13,19 @@ the training goes on. What was found is in checkpoints.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 
-from accelerate_lshdp.accelerator.losses.forwards import Forward, operations_of
-from accelerate_lshdp.accelerator.losses.parts import Composition, halvings, undisturbed
+from accelerate_lshdp.accelerator.losses.forwards import operations_of
+from accelerate_lshdp.accelerator.losses.parts import Composition, halvings
 from accelerate_lshdp.engine.module_state import parameters_of
 from accelerate_lshdp.runtime.object_exchange import all_objects
+from accelerate_lshdp.trainer.trial_losses import TrialLosses
 
 
 if TYPE_CHECKING:
@@ -61,15 +59,15 @@ class LossTrials:
         self._operations: dict[str, str] = {}
         self._changed: set[str] = set()
         self._taken_for_mean = False
-        self._has_auxiliary = False  # whether the model is known to add one to its loss
+        self._losses = TrialLosses(trainer)
 
     def uses_count(self, batch: Mapping[str, Any], items: Any) -> bool:
         """Whether the loss is divided by the number of items that it is given; else it is not given it any more."""
         several = self._trainer.accelerator.num_processes > 1 or self._trainer.args.gradient_accumulation_steps > 1
         if self._findings.get("uses_count") is None and several:
-            once, twice = self._losses((batch, items), (batch, 2 * items))
+            once, twice = self._losses.of((batch, items), (batch, 2 * items))
             divided = _is_divided(once, twice, self._tolerance)
-            if divided and not self._has_auxiliary:
+            if divided and not self._losses.have_auxiliary:
                 _warn_of_a_part(once, twice, self._tolerance)
             answers = {answer for answer in all_objects(divided) if answer is not None}
             if answers:
@@ -241,7 +239,7 @@ class LossTrials:
         halves = [half for way in ways for half in way]
         # Also where there are no halves: other ranks of a sharded model wait for this one's forward.
         parts = [part for part, _ in halves] + [batch] * (2 * most - len(halves))
-        whole, *losses = self._losses(*((part, None) for part in (batch, *parts)))
+        whole, *losses = self._losses.of(*((part, None) for part in (batch, *parts)))
         fitting = [
             self._fitting_way(whole, losses[2 * number : 2 * number + 2], way, plausible)
             for number, way in enumerate(ways)
@@ -270,113 +268,6 @@ class LossTrials:
             parameter.dtype in low for parameter in parameters_of(self._trainer.model)
         )
         return _EQUAL_IN_LOW_PRECISION if is_low else _EQUAL
-
-    def _losses(self, *cases: tuple[Any, Any]) -> list[float]:
-        """The losses of batches, each with the number of items that it is given; NaN for one that fails (collective).
-
-        All cases have as many forwards, of which other ranks of a sharded model take part in each.
-        """
-        trainer = self._trainer
-        forwards = _Forwards(trainer.model_wrapped)
-        with undisturbed(trainer.model), _alone(trainer), trainer.compute_loss_context_manager(), forwards.noted():
-            losses = [self._loss(forwards, *case) for case in cases]
-        if forwards.have_auxiliary and not self._has_auxiliary:
-            self._has_auxiliary = True
-            logger.warning(
-                "the model adds an auxiliary loss (aux_loss) that is no mean over samples or labels; it counts like "
-                "the rest, so it is not exactly that of one process"
-            )
-        return losses
-
-    def _loss(self, forwards: _Forwards, batch: Any, items: Any) -> float:
-        trainer = self._trainer
-        forwards.begin()
-        try:
-            inputs = {**trainer._prepare_inputs(batch)}
-            loss = trainer.compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items)
-            return loss.float().mean().item()
-        except Exception as error:
-            if trainer.accelerator.policies.is_sharded:
-                forwards.complete()
-            logger.warning_once(
-                f"a trial of the loss failed, so it tells nothing: {type(error).__name__}: {error}. The training "
-                "goes on; the loss is taken for what others of its kind are"
-            )
-            return math.nan
-
-
-class _Forwards:
-    """The forwards of a model in each case of a trial: a case that fails catches up on those that it still owes.
-
-    Ranks of a sharded model make each forward together.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.have_auxiliary = False
-        """Whether a loss of the model has a part that balances a mixture of experts."""
-        self._calls: list[tuple[tuple, dict[str, Any]]] = []  # of the first case
-        self._first = True
-        self._started = self._ended = 0
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        handles = (
-            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._model.register_forward_hook(self._after),
-        )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def begin(self) -> None:
-        """The next case begins."""
-        self._first = not self._calls
-        self._started = self._ended = 0
-
-    def complete(self) -> None:
-        """Makes the forwards that this case has left out; one that broke off has left the others waiting."""
-        if self._started == self._ended:
-            for args, kwargs in self._calls[self._ended :]:
-                self._model(*args, **kwargs)
-
-    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._started += 1
-        if self._first:
-            self._calls.append((args, kwargs))
-
-    def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
-        self._ended += 1
-        # Small beside the rest, as its coefficient is, so that no comparison of losses shows it.
-        self.have_auxiliary |= Forward(model, {}, output).auxiliary != 0
-
-
-@contextlib.contextmanager
-def _alone(trainer: Trainer) -> Iterator[None]:
-    """Inside, what `compute_loss` gathers for its metrics is this rank's only, and leaves no trace in them.
-
-    A rank whose trial fails would not take part.
-    """
-    own = vars(trainer.accelerator)
-    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-    given = {name: own[name] for name in names if name in own}  # a script may have put some on the object itself
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # as TRL's Trainers keep them
-    own.update(dict.fromkeys(names, _itself))
-    try:
-        yield
-    finally:
-        for name in names:
-            del own[name]
-        own.update(given)
-        if metrics is not None:
-            trainer._metrics = metrics
-
-
-def _itself(*args: Any, **kwargs: Any) -> Any:
-    """What would be gathered, by its place or by one of its names."""
-    return args[0] if args else kwargs["input_data" if "input_data" in kwargs else "tensor"]
 
 
 def _kind_of(value: Any) -> str:

@@ -22,7 +22,7 @@ from workers import WorkerPools
 
 from accelerate_lshdp import LSHDPTrainer, LSHDPTrainerMixin, Plan
 from accelerate_lshdp.accelerator.losses.parts import halvings, undisturbed
-from accelerate_lshdp.trainer.loss_trials import _alone
+from accelerate_lshdp.trainer.trial_losses import _alone
 
 
 SIZES = [3, 2]
@@ -97,7 +97,7 @@ def listening() -> Iterator[list[str]]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    log = logging.getLogger("accelerate_lshdp.trainer.loss_trials")
+    log = logging.getLogger("accelerate_lshdp.trainer")
     log.addHandler(handler)
     try:
         yield told
