@@ -21,7 +21,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,12 +76,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)[:, :-1].flatten(0, 1)
-        return SimpleNamespace(loss=functional.cross_entropy(logits, input_ids[:, 1:].flatten()), logits=logits)
+        return {"loss": functional.cross_entropy(logits, input_ids[:, 1:].flatten()), "logits": logits}
 
 
 def cluster_of(nodes: tuple[int, ...]) -> PlacementCluster:
@@ -130,15 +129,15 @@ class Job:
             self.model(),
             [self.tokens_of(2), self.tokens_of(4)],
             (2, 4),
-            lambda model, tokens: model(tokens).loss,
-            device=torch.device("cpu"),
+            lambda model, tokens: model(tokens)["loss"],
+            device=torch.device("emulated"),
             mixed_precision=self.precision,
-            autocast=lambda: autocast("cpu", self.precision),
+            autocast=lambda: autocast(self.precision),
         )
         return ModelSizes.of(units)
 
     def predicted(self) -> list[int]:
-        """Bytes of each rank on its device."""
+        """Bytes of each rank on its device; to be called where there is one, whose operations are those counted."""
         sizes = self.sizes()
         problem = pose_placement(sizes, cluster_of(self.nodes), self.micro_batches, self.accumulation)
         counts = [
@@ -146,20 +145,18 @@ class Job:
             for kind in problem.kinds
         ]
         assert all(sum(each) == len(kind.units) for each, kind in zip(counts, problem.kinds, strict=True))
-        by_rank: dict[int, int] = {}
-        for row, needed in zip(problem.rows, problem.memory(counts), strict=True):
-            by_rank.update(dict.fromkeys(row.ranks, needed))
+        by_rank = problem.by_rank(problem.memory(counts))
         # Beside it: what sizes are rounded up to, and the batch.
         beside = ROUNDED_TO * (_OF_A_PARAMETER * len(list(self.model().parameters())) + _OF_A_BATCH)
-        return [by_rank[rank] + beside for rank in range(sum(self.nodes))]
+        return [needed + beside for needed, _ in by_rank.values()]
 
     def __str__(self) -> str:
         sizes = f"{self.blocks} x {self.width}, {self.vocabulary} words, {self.tokens} tokens"
         return f"{sizes}, {self.micro_batches} x {self.accumulation} samples, {self.precision}: {self.placement}"
 
 
-def autocast(kind: str, precision: str) -> Any:
-    return contextlib.nullcontext() if precision == "no" else torch.autocast(kind, dtype=torch.bfloat16)
+def autocast(precision: str) -> Any:
+    return contextlib.nullcontext() if precision == "no" else torch.autocast("emulated", dtype=torch.bfloat16)
 
 
 def random_job(seed: int, nodes: tuple[int, ...]) -> Job:
@@ -207,20 +204,24 @@ def uniform_jobs(nodes: tuple[int, ...]) -> list[Job]:
     return jobs
 
 
-def train(job: Job, limits: Sequence[int]) -> dict[str, int]:
-    """The most bytes of this rank's device that forwards and backwards take, and that optimizer steps take.
+def train(job: Job, share: float = 1) -> dict[str, int]:
+    """The bytes of this rank's device that are predicted, and the most that backwards and optimizer steps take.
+
+    Args:
+        job: what is trained.
+        share: of what is predicted that the device has.
 
     Raises:
-        torch.OutOfMemoryError: they are more than the limit of this rank.
+        torch.OutOfMemoryError: it does not have as much as is taken.
     """
     import torch_device as device
 
-    rank = dist.get_rank()
+    rank, predicted = dist.get_rank(), job.predicted()
     device.synchronize()
     before = device.counts()["device_bytes"]
-    device.configure(limit=before + limits[rank])
+    device.configure(limit=before + int(share * predicted[rank]))
     training = Training(job.model(), job.placement, job.nodes, job.precision)
-    most = {"backward": 0, "step": 0}
+    most = {"predicted": predicted[rank], "backward": 0, "step": 0}
 
     def note(what: str) -> None:
         device.synchronize()
@@ -231,14 +232,14 @@ def train(job: Job, limits: Sequence[int]) -> dict[str, int]:
     for _ in range(STEPS):
         for number in range(job.accumulation):
             tokens = job.tokens_of(job.micro_batches[rank]).to("emulated")
-            with autocast("emulated", job.precision):
+            with autocast(job.precision):
                 outputs = training.prepared.module(tokens)
-            training.backward(outputs.loss, synchronise=number == job.accumulation - 1)
+            training.backward(outputs["loss"], synchronise=number == job.accumulation - 1)
         note("backward")
         training.step()
         note("step")
         training.optimizer.zero_grad()
-        del outputs, tokens  # held until now, as a loop of a script does
+        # `outputs` and `tokens` are held until the next ones are there, as in a loop of a script.
     return most
 
 
@@ -250,15 +251,16 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="seed of the first one (default: 0)")
     options = parser.parse_args()
     nodes = tuple(map(int, options.nodes.split(",")))
-    shares: dict[str, list[float]] = {"backward": [], "step": []}
+    shares: dict[str, list[float]] = {"backward": [], "step": [], "whole step": []}
     seeds = range(options.first, options.first + options.jobs)
     jobs = uniform_jobs(nodes) if options.uniform else [random_job(seed, nodes) for seed in seeds]
     for number, job in enumerate(jobs, options.first):
-        predicted = job.predicted()
         print(f"    {job}", file=sys.stderr, flush=True)
-        found = on_ranks(train, len(predicted), job, predicted)
+        found = on_ranks(train, sum(nodes), job)
+        for each in found:
+            each["whole step"] = max(each["backward"], each["step"])
         for what, of_all in shares.items():
-            own = [each[what] / needed for each, needed in zip(found, predicted, strict=True)]
+            own = [each[what] / each["predicted"] for each in found]
             of_all += own
             print(f"{number}, {what}:", *(f"{share:.3f}" for share in own), file=sys.stderr, flush=True)
     table = Table("taken / predicted", "ranks", "least", "median", "most", title=f"nodes {options.nodes}")

@@ -134,13 +134,13 @@ def place_model(session: Session, process: _Process, prepared: Sequence[Any], lo
 
 
 def _largest_micro_batch(model: ModelSizes, cluster: PlacementCluster, result: PlacementResult, rank: int) -> int:
-    """The largest micro-batch of a rank that its limit has room for: memory is linear in the samples."""
+    """The largest micro-batch of a rank that its limit has room for: no moment's memory grows faster with it."""
     costs, needed, recomputed = UnitCosts(model, cluster), model.working_bytes, 0
     for unit in model.everything:
         chosen = result.placement.of(unit.name)
         cost = next(cost for cost in costs.of(unit, False) if cost.placement == chosen)
-        needed += cost.sample_bytes
-        recomputed = max(recomputed, cost.peaks[Peak.RECOMPUTED])
+        needed += cost.memory.sample_bytes + cost.memory.head.at_loss + cost.memory.head.held
+        recomputed = max(recomputed, cost.memory.peaks[Peak.RECOMPUTED])
     predicted = result.predicted
     room = predicted.memory_limit_bytes[rank] - predicted.memory_bytes[rank]
     return result.micro_batches[rank][0] + int(room // max(1.0, needed + recomputed))

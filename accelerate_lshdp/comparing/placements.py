@@ -177,5 +177,4 @@ class PlacedModel:
 
     @staticmethod
     def _of_ranks(problem: PlacementProblem, needs: Sequence[int]) -> list[int]:
-        of_ranks = {rank: need for row, need in zip(problem.rows, needs, strict=True) for rank in row.ranks}
-        return [of_ranks[rank] for rank in sorted(of_ranks)]
+        return [need for need, _ in problem.by_rank(needs).values()]

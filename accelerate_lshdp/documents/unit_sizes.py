@@ -111,6 +111,25 @@ class MeasuredUnit(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredHead(Record):
+    """What a model needs for one sample where its forward ends and its backward begins, in bytes.
+
+    Args:
+        kept_bytes: of the root's activations, those that are kept after the last unit: free before its backward.
+        working_bytes: of the largest of these, twice: see `ModelUnits.working_bytes`.
+        units_working_bytes: of the largest other activation, twice.
+        output_bytes: of what the forward returns, which a script holds until the next forward has returned.
+        own_output_bytes: of that, what is not among the activations.
+    """
+
+    kept_bytes: float = entry(number())
+    working_bytes: float = entry(number())
+    units_working_bytes: float = entry(number())
+    output_bytes: float = entry(number())
+    own_output_bytes: float = entry(number())
+
+
+@dataclass(frozen=True, slots=True)
 class ModelUnits(Record):
     """The measured sizes of all units of a model.
 
@@ -121,6 +140,8 @@ class ModelUnits(Record):
             from, exist beside it for a moment.
         mixed_precision: of the forward that was measured: "no", "bf16" or "fp16".
         parameter_bytes: bytes of a parameter as the model keeps it, on average.
+        head: what the end of the forward needs. None: it is not known, there are no units, or one has several
+            forwards.
     """
 
     units: tuple[MeasuredUnit, ...] = entry(several(record(MeasuredUnit)))
@@ -128,6 +149,7 @@ class ModelUnits(Record):
     working_bytes: float = entry(number())
     mixed_precision: str = entry(choice(PRECISIONS), default="no")
     parameter_bytes: float = entry(number(positive=True), default=4.0)
+    head: MeasuredHead | None = entry(optional(record(MeasuredHead)), default=None, omit=True)
 
     def _check_together(self) -> None:
         if self.root.modules != ("",):

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits
+from accelerate_lshdp.documents.unit_sizes import MeasuredHead, MeasuredUnit, ModelUnits
 from accelerate_lshdp.engine.module_state import parameters_of
+from accelerate_lshdp.engine.stores.containers import tensors_in
 from accelerate_lshdp.engine.stores.sliced.uses import WeightUses
 from accelerate_lshdp.engine.stores.sliced.without_values import WATCHES_ONLY
 from accelerate_lshdp.engine.units import choose_units
@@ -37,14 +38,22 @@ class SavedBytes:
     Args:
         by_unit: bytes of each unit, and of the root under -1; each storage counts for the unit that saved it first.
         inputs: bytes of the inputs of each unit.
-        of_root: bytes of each tensor that the root keeps.
+        before_head: bytes of each tensor that the root keeps before the end of the last unit.
+        of_head: bytes of each one that it keeps after that; without units all of its own are before.
         of_units: bytes of the largest tensor that a unit keeps.
+        outputs: bytes of the tensors that the forward returns.
+        own_outputs: bytes of those of them that are not kept for the backward.
+        repeats: whether a module of a unit had several forwards.
     """
 
     by_unit: dict[int, int]
     inputs: dict[int, int]
-    of_root: list[int]
+    before_head: list[int]
+    of_head: list[int]
     of_units: int
+    outputs: int
+    own_outputs: int
+    repeats: bool
 
     @property
     def total(self) -> int:
@@ -53,7 +62,12 @@ class SavedBytes:
 
     def largest(self, without: int = 0) -> int:
         """Bytes of the largest tensor, but for those of the root that have the bytes ``without``."""
-        return max(self.of_units, *(each for each in self.of_root if each != without), 0)
+        return max(self.of_units, *(each for each in (*self.before_head, *self.of_head) if each != without), 0)
+
+    @property
+    def largest_before_head(self) -> int:
+        """Bytes of the largest tensor that is kept before the end of the last unit."""
+        return max(self.of_units, *self.before_head, 0)
 
 
 def measure_units(
@@ -80,10 +94,11 @@ def measure_units(
     Returns:
         The sizes of all units, and the operations of one sample's forward and backward.
     """
+    casts = mixed_precision != "no"
     with WeightUses(model) as few_uses:
-        few = saved_bytes(model, batches[0], loss_of, block_names)
+        few = saved_bytes(model, batches[0], loss_of, block_names, casts)
     with WeightUses(model) as many_uses:
-        many = saved_bytes(model, batches[1], loss_of, block_names)
+        many = saved_bytes(model, batches[1], loss_of, block_names, casts)
     operations, all_operations = count_flops(model, batches[0], loss_of, block_names)
     more = samples[1] - samples[0]
     names = {id(module): name for name, module in model.named_modules()}
@@ -124,7 +139,24 @@ def measure_units(
         others = 2 * max(0, many.largest(logits[1]) - few.largest(logits[0])) / more
         weights = replace(root.sliceable, logits_bytes=a_sample, loss_bytes=a_sample + working - others)
         root = replace(root, sliceable=weights)
-    return ModelUnits(units, root, working, mixed_precision, parameter_bytes), all_operations / samples[0]
+    # Between the backwards of several forwards of a unit some of its gradients are there, and some of its activations.
+    head = _head_of_sample(few, many, more) if units and not many.repeats else None
+    return ModelUnits(units, root, working, mixed_precision, parameter_bytes, head), all_operations / samples[0]
+
+
+def _head_of_sample(few: SavedBytes, many: SavedBytes, more: int) -> MeasuredHead:
+    """What the end of the forward needs for one sample, from batches of which one has ``more`` samples."""
+
+    def each(of: Callable[[SavedBytes], int]) -> float:
+        return max(0, of(many) - of(few)) / more
+
+    return MeasuredHead(
+        kept_bytes=each(lambda saved: sum(saved.of_head)),
+        working_bytes=2 * each(lambda saved: max(saved.of_head, default=0)),
+        units_working_bytes=2 * each(lambda saved: saved.largest_before_head),
+        output_bytes=each(lambda saved: saved.outputs),
+        own_output_bytes=each(lambda saved: saved.own_outputs),
+    )
 
 
 @dataclass(slots=True)
@@ -135,11 +167,15 @@ class _Computing:
         unit: its index, or -1 for the root.
         on_enter: called with the index and the inputs of a unit whose forward begins.
         on_change: called before another unit is computed.
+        begun: number of forwards of units that have begun.
+        modules: those that had one.
     """
 
     on_enter: Callable[[int, Any], None] = lambda unit, inputs: None
     on_change: Callable[[int], None] = lambda unit: None
     unit: int = field(default=_ROOT, init=False)
+    begun: int = field(default=0, init=False)
+    modules: set[int] = field(default_factory=set, init=False)
 
     @contextlib.contextmanager
     def watching(self, groups: Sequence[Sequence[nn.Module]]) -> Iterator[None]:
@@ -162,6 +198,8 @@ class _Computing:
         def begins(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             self.on_change(self.unit)
             self.unit = place
+            self.begun += 1
+            self.modules.add(id(module))
             self.on_enter(place, (args, kwargs))
 
         return begins
@@ -171,7 +209,13 @@ class _Computing:
         self.unit = _ROOT
 
 
-def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequence[str] | None = None) -> SavedBytes:
+def saved_bytes(
+    model: nn.Module,
+    batch: Any,
+    loss_of: LossOf,
+    block_names: Sequence[str] | None = None,
+    casts_outputs: bool = False,
+) -> SavedBytes:
     """The bytes that autograd keeps between forward and backward, each storage counted once.
 
     Args:
@@ -179,15 +223,16 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
         batch: of any structure.
         loss_of: makes the forward.
         block_names: as for `choose_units`.
+        casts_outputs: whether a prepared model returns numbers in half precision as fp32, as under mixed precision.
     """
     known = {_storage(tensor) for tensor in (*parameters_of(model), *model.buffers(), *_tensors(batch))}
     # Tensors stay alive, so that no storage takes the place of another.
-    kept: dict[int, tuple[int, torch.Tensor]] = {}
+    kept: dict[int, tuple[int, int, torch.Tensor]] = {}
     given: dict[int, tuple[set[int], torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if _storage(tensor) not in known:
-            kept.setdefault(_storage(tensor), (computing.unit, tensor))
+            kept.setdefault(_storage(tensor), (computing.unit, computing.begun, tensor))
         return tensor
 
     def enter(unit: int, inputs: Any) -> None:
@@ -195,13 +240,18 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
             if _storage(tensor) not in known:
                 given.setdefault(_storage(tensor), (set(), tensor))[0].add(unit)
 
+    outputs: dict[int, torch.Tensor] = {}
+
+    def note_outputs(_: nn.Module, args: Any, output: Any) -> None:
+        outputs.update((_storage(tensor), tensor) for tensor in tensors_in(output) if _storage(tensor) not in known)
+
     setattr(keep, WATCHES_ONLY, True)
     computing = _Computing(on_enter=enter)
-    with computing.watching(choose_units(model, block_names)):
+    with model.register_forward_hook(note_outputs), computing.watching(choose_units(model, block_names)):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(model, batch)
     by_unit: dict[int, int] = {}
-    for unit, tensor in kept.values():
+    for unit, _, tensor in kept.values():
         by_unit[unit] = by_unit.get(unit, 0) + tensor.untyped_storage().nbytes()
     inputs: dict[int, int] = {}
     for storage, (units, tensor) in given.items():
@@ -210,10 +260,22 @@ def saved_bytes(model: nn.Module, batch: Any, loss_of: LossOf, block_names: Sequ
         # of them does that for certain, each may be the one that keeps it.
         for unit in {saver} if saver in units else units:
             inputs[unit] = inputs.get(unit, 0) + tensor.untyped_storage().nbytes()
-    of_root = [tensor.untyped_storage().nbytes() for unit, tensor in kept.values() if unit == _ROOT]
-    of_units = max((tensor.untyped_storage().nbytes() for unit, tensor in kept.values() if unit != _ROOT), default=0)
+    before_head, of_head, of_units = [], [], 0
+    for unit, begun, tensor in kept.values():
+        size = tensor.untyped_storage().nbytes()
+        if unit != _ROOT:
+            of_units = max(of_units, size)
+        else:
+            (of_head if begun and begun == computing.begun else before_head).append(size)
+    all_outputs = own_outputs = 0
+    for storage, tensor in outputs.items():
+        is_cast = casts_outputs and tensor.dtype in (torch.bfloat16, torch.float16)
+        size = 4 * tensor.numel() if is_cast else tensor.untyped_storage().nbytes()
+        all_outputs += size
+        own_outputs += size if is_cast or storage not in kept else 0
+    repeats = computing.begun > len(computing.modules)
     del loss
-    return SavedBytes(by_unit, inputs, of_root, of_units)
+    return SavedBytes(by_unit, inputs, before_head, of_head, of_units, all_outputs, own_outputs, repeats)
 
 
 def count_flops(

@@ -57,10 +57,7 @@ def placed(sizes: Mapping[str, Any], plan: Plan, nodes: Sequence[int]) -> list[i
     micro_batches = [rank.micro_batch_size for rank in batch]
     steps = max(rank.accumulation_steps for rank in batch)
     problem = pose_placement(model_sizes(**sizes), cluster_of(nodes), micro_batches, steps)
-    by_rank: dict[int, int] = {}
-    for row, needed in zip(problem.rows, problem.memory(_counts(problem, plan)), strict=True):
-        by_rank.update(dict.fromkeys(row.ranks, needed))
-    return [by_rank[rank] for rank in range(sum(nodes))]
+    return [needed for needed, _ in problem.by_rank(problem.memory(_counts(problem, plan))).values()]
 
 
 def planned(sizes: Mapping[str, Any], samples: int, nodes: Sequence[int], limit: int) -> Plan:

@@ -17,12 +17,11 @@ def test_what_was_predicted_is_enough(nodes: tuple[int, ...]) -> None:
     """25 random placements, batches and precisions."""
     for seed in range(25):
         job = random_job(seed, nodes)
-        limits = job.predicted()
-        for rank, taken in enumerate(on_ranks(train, sum(nodes), job, limits)):
-            assert 0 < max(taken.values()) <= limits[rank], job
+        for taken in on_ranks(train, sum(nodes), job):
+            assert 0 < max(taken["backward"], taken["step"]) <= taken["predicted"], job
 
 
 def test_half_of_it_is_not_enough() -> None:
     job = random_job(1, (1, 1))
     with pytest.raises(mp.ProcessRaisedException, match="OutOfMemoryError"):
-        on_ranks(train, 2, job, [each // 2 for each in job.predicted()])
+        on_ranks(train, 2, job, 0.5)

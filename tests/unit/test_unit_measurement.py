@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitPlacement, UnitStore
-from accelerate_lshdp.documents.unit_sizes import ModelUnits, SliceableWeights
+from accelerate_lshdp.documents.unit_sizes import MeasuredHead, ModelUnits, SliceableWeights
 from accelerate_lshdp.engine.unit_measurement import measure_units
 from accelerate_lshdp.estimation.model_measurement import measure_config
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
@@ -264,3 +265,57 @@ def test_logits_that_only_the_own_loss_of_a_model_needs() -> None:
     assert total == units.activation_bytes + units.working_bytes
     for others in (measured(reads=True), measured(reads=False, own=False)):
         assert others.root.sliceable.logits_bytes is None and others.root.sliceable.loss_bytes is None
+
+
+class Watched(nn.Module):
+    """An embedding, two blocks, and a head whose output is kept by its loss alone; returns a hidden state, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2))
+        self.start, self.head = nn.Linear(8, 8), nn.Linear(8, 300)
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        hidden = self.start(batch[0]).tanh()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, batch[1]), logits=logits, hidden=hidden)
+
+
+class Twice(Watched):
+    """Goes through its blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*self.layers, *self.layers])
+
+
+def test_what_the_head_of_a_model_keeps_and_returns() -> None:
+    def head_of(model: nn.Module) -> MeasuredHead | None:
+        loss_of = lambda model, batch: model(batch).loss  # noqa: E731
+        units = measure_units(model, [speak(1), speak(3)], (1, 3), loss_of)[0]
+        assert ModelUnits.read(units.to_dict()) == units
+        return units.head
+
+    found = head_of(Watched())
+    # The loss keeps 300 probabilities, the head its input of 8 numbers. The largest before them are the 64 of a block.
+    assert found.kept_bytes == 4 * (300 + 8)
+    assert [found.working_bytes, found.units_working_bytes] == [2 * 4 * 300, 2 * 4 * 64]
+    # The logits are not kept for the backward, what the head multiplies is.
+    assert [found.output_bytes, found.own_output_bytes] == [4 * (300 + 8), 4 * 300]
+    # Under mixed precision a prepared model returns copies in fp32 of what is in half precision.
+    units = measure_units(
+        Watched().bfloat16(),
+        [(batch[0].bfloat16(), batch[1]) for batch in (speak(1), speak(3))],
+        (1, 3),
+        lambda model, batch: model(batch).loss,
+        mixed_precision="bf16",
+    )[0]
+    assert [units.head.output_bytes, units.head.own_output_bytes] == [4 * (300 + 8), 4 * (300 + 8)]
+
+    # Of a unit with several forwards, nothing is known of single moments.
+    assert head_of(Twice()) is None
+    without = Watched()
+    without.layers = nn.ModuleList()
+    assert head_of(without) is None

@@ -95,16 +95,36 @@ def _process_bytes(profile: Profile, rank: MeasuredRank, model: ModelSizes) -> i
     states = parameters * each.parameter + model.trainable * (each.gradient + each.optimizer)
     # Offloaded, they are not on a device; a host that computes has them all the same.
     states = 0.0 if profile.strategy.is_offloaded and not _computes_on_hosts(profile) else states
-    sample = model.working_bytes + sum(unit.activation_bytes for unit in model.everything)
+    activations = sum(unit.activation_bytes for unit in model.everything)
     # What the C library keeps was measured with the rest, and is a term of every placement on hosts.
-    kept = 0
+    kept, holes = 0, 0.0
     if _computes_on_hosts(profile):
-        sample *= 1 + HOLES_OF_ACTIVATIONS
+        holes = HOLES_OF_ACTIVATIONS
         kept = int(free_in_heap(parameters * each.parameter))
-    beyond = [
-        peak - states - size * sample for size, peak in zip(rank.memory.batch_sizes, rank.memory.bytes, strict=True)
-    ]
+    beyond = []
+    for size, peak in zip(rank.memory.batch_sizes, rank.memory.bytes, strict=True):
+        if model.head is None or _computes_on_hosts(profile):
+            needed = states + size * (model.working_bytes + activations) * (1 + holes)
+        else:
+            needed = _needed_at_most(model, size, states)
+        beyond.append(peak - needed)
     return max(rank.process_bytes, int(max(beyond)) - kept)
+
+
+def _needed_at_most(model: ModelSizes, samples: int, states: float) -> float:
+    """Bytes at the moment of a step at which a rank alone needs most on a device: the terms of `moments`.
+
+    Args:
+        model: whose head is known.
+        samples: of the micro-batch.
+        states: bytes of parameters, gradients and moments on the device.
+    """
+    head = model.head
+    activations = samples * sum(unit.activation_bytes for unit in model.everything)
+    # Gradients are there all the time: what is measured has two micro-batches.
+    of_units = activations - samples * (model.working_of_logits + head.kept_bytes)
+    of_loss = max(0.0, head.working_bytes - model.working_of_logits)
+    return states + max(activations + samples * of_loss, of_units + samples * head.units_working_bytes)
 
 
 def _computes_on_hosts(profile: Profile) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from accelerate_lshdp.documents.curves import RankProfile
 from accelerate_lshdp.documents.network import LinkCost
-from accelerate_lshdp.documents.unit_sizes import MeasuredUnit, ModelUnits, SliceableWeights
+from accelerate_lshdp.documents.unit_sizes import MeasuredHead, MeasuredUnit, ModelUnits, SliceableWeights
 from accelerate_lshdp.planning.cost.memory import STATE_BYTES, StateBytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 
@@ -84,12 +84,15 @@ class ModelSizes:
         working_bytes: bytes of one sample that exist for a moment of a backward and are no unit's: the gradient of the
             largest activation, and the one that this is computed from.
         state_bytes: bytes of one parameter in each of its roles.
+        head: what the end of the forward needs. None: it is not known; the memory of a rank is then that of one
+            moment, at which everything is there at once.
     """
 
     units: tuple[UnitSize, ...]
     root: UnitSize
     working_bytes: float = 0.0
     state_bytes: StateBytes = field(default_factory=StateBytes)
+    head: MeasuredHead | None = None
 
     @classmethod
     def of(cls, model: ModelUnits) -> ModelSizes:
@@ -99,7 +102,13 @@ class ModelSizes:
             # The root's own, as they depend on its placement.
             beside = root.sliceable.loss_bytes - root.sliceable.logits_bytes
             root, working = replace(root, activation_bytes=root.activation_bytes + beside), working - beside
-        return cls(tuple(map(UnitSize.of, model.units)), root, working, _state_bytes(model))
+        return cls(tuple(map(UnitSize.of, model.units)), root, working, _state_bytes(model), model.head)
+
+    @property
+    def working_of_logits(self) -> float:
+        """By how much the working bytes of the logits are more than all others: among the root's activations."""
+        weights = self.root.sliceable
+        return 0.0 if weights is None or weights.loss_bytes is None else weights.loss_bytes - weights.logits_bytes
 
     @property
     def everything(self) -> tuple[UnitSize, ...]:

@@ -98,7 +98,8 @@ def uniform_micro_batches(
 ) -> list[list[int]]:
     """For each uniform placement that has room for one sample a rank: the largest micro-batches of all ranks.
 
-    Memory is linear in the samples, so it is known from those of one and of two.
+    Memory is nearly linear in the samples, so it is known from those of one and of two. Where it grows faster later,
+    what is found may be too large.
 
     Args:
         problem_of: poses the problem of a batch.
@@ -113,11 +114,10 @@ def uniform_micro_batches(
         least, more = one.memory(counts), two.memory(counts)
         if not one.fits(counts):
             continue
-        largest = [0] * cluster.world
+        largest = [profile.max_micro_batch_size for profile in cluster.profiles]
         for row, need, further in zip(one.rows, least, more, strict=True):
             for rank in row.ranks:
-                most = cluster.profiles[rank].max_micro_batch_size
-                slope = further - need
-                largest[rank] = min(most, 1 + (row.limit - need) // slope) if slope > 0 else most
+                if further > need:
+                    largest[rank] = min(largest[rank], 1 + (row.limit - need) // (further - need))
         found.append(largest)
     return found

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS, free_in_heap
 from accelerate_lshdp.documents.placement import UnitStore
-from accelerate_lshdp.documents.step_memory import stepping_bytes
 from accelerate_lshdp.planning.cost.step_writer import BACKWARD_SHARE
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
+from accelerate_lshdp.planning.placement.moments import moments_of
 from accelerate_lshdp.planning.placement.problem import (
     Counts,
     MemoryRow,
@@ -62,20 +61,34 @@ def pose_placement(
     ranks: dict[tuple[int, int, int], list[int]] = {}
     for rank, row in enumerate(zip(cluster.node_sizes_of_ranks, micro_batches, cluster.memory_limits, strict=True)):
         ranks.setdefault(row, []).append(rank)
-    shapes = [(size, samples) for size, samples, _ in ranks]
-    hosts = len(cluster.host_limits or ())
     forward = whole_nanoseconds(seconds * (1 - BACKWARD_SHARE)) / model.flops if model.flops else 0.0
     kinds: dict[UnitSize, list[str]] = {}
     for unit in model.everything:
         # Units that differ in nothing but their names are of one kind; the root is one of its own.
         kinds.setdefault(unit if unit is model.root else unit.anonymous, []).append(unit.name)
     offered = [(names, costs.of(unit, steps > 1)) for unit, names in kinds.items()]
+    moments = moments_of(model, cluster, costs.memory.knows_moments, offered)
     starts = _starting_rows(model, cluster, ranks, offered)
+    rows = [
+        moment.row("rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""), samples, limit, own)
+        for (_, samples, limit), own in ranks.items()
+        for moment in moments
+    ]
+    hosts = enumerate(cluster.host_limits or ())
+    rows += [MemoryRow(f"the host of node {node}", limit, 0, (0, 0, 0)) for node, limit in hosts]
+    shapes = [(size, samples) for size, samples, _ in ranks]
+
+    def memory(cost: UnitCost) -> tuple[int, ...]:
+        """Bytes in each of the rows, in their order."""
+        of_ranks = [moment.bytes_of(cost.memory, samples, size) for size, samples in shapes for moment in moments]
+        of_hosts = [cost.memory.host_bytes] * len(cluster.host_limits or ())
+        return (*map(math.ceil, of_ranks), *of_hosts, *(math.ceil(cost.memory.start_bytes[size]) for size in starts))
+
     return PlacementProblem(
         _phases(seconds, steps),
-        (*_rows(model, cluster, ranks, offered), *starts.values()),
+        (*rows, *starts.values()),
         tuple(
-            UnitKind(tuple(names), tuple(_option(cost, shapes, hosts, list(starts), forward) for cost in choices))
+            UnitKind(tuple(names), tuple(_option(cost, memory(cost), forward) for cost in choices))
             for names, choices in offered
         ),
     )
@@ -97,38 +110,6 @@ def _phases(seconds: float, steps: int) -> tuple[Phase, ...]:
     )
 
 
-def _rows(
-    model: ModelSizes,
-    cluster: PlacementCluster,
-    ranks: dict[tuple[int, int, int], list[int]],
-    offered: _Offered,
-) -> tuple[MemoryRow, ...]:
-    """The rows of ranks with different needs, then of hosts."""
-    # On CPUs torch steps one parameter after the other, or with kernels that need no memory.
-    each = model.state_bytes.parameter
-    stepping = stepping_bytes(each * model.trainable, each * model.largest_parameter)
-    if not cluster.streams or cluster.counts_states_alone:
-        stepping = 0.0
-    whole = each * sum(unit.parameters for unit in model.everything)
-    least = sum(len(names) * min(cost.sample_bytes for cost in choices) for names, choices in offered)
-    rows = [
-        MemoryRow(
-            "rank " + ", ".join(map(str, own[:4])) + (", ..." if len(own) > 4 else ""),
-            limit,
-            cluster.process_bytes
-            + (math.ceil(free_in_heap(whole)) if cluster.computes_on_hosts else 0)
-            + math.ceil(samples * model.working_bytes * (1 + HOLES_OF_ACTIVATIONS * cluster.computes_on_hosts))
-            # When the optimizer steps, activations are free, but for outputs (logits) that the script still holds.
-            + math.ceil(max(0.0, stepping - samples * (model.working_bytes / 2 + least))),
-            (2, 2 if cluster.computes_on_hosts else 1, samples),
-            tuple(own),
-        )
-        for (_, samples, limit), own in ranks.items()
-    ]
-    hosts = enumerate(cluster.host_limits or ())
-    return (*rows, *(MemoryRow(f"the host of node {node}", limit, 0, (0, 0, 0)) for node, limit in hosts))
-
-
 def _starting_rows(
     model: ModelSizes,
     cluster: PlacementCluster,
@@ -148,31 +129,27 @@ def _starting_rows(
     for size in sorted(set(cluster.nodes)):
         limits = {limit: own for (node, _, limit), own in ranks.items() if node == size}
         least = min(limits)
-        most = [len(names) * math.ceil(max(cost.start_bytes[size] for cost in costs)) for names, costs in offered]
+        most = [
+            len(names) * math.ceil(max(cost.memory.start_bytes[size] for cost in costs)) for names, costs in offered
+        ]
         if whole + sum(most) > least:
             rows[size] = MemoryRow(f"the start of rank {limits[least][0]}", least, whole, (0, 0, 0))
     return rows
 
 
-def _option(
-    cost: UnitCost, shapes: Sequence[tuple[int, int]], hosts: int, starts: Sequence[int], forward: float
-) -> Option:
+def _option(cost: UnitCost, memory: tuple[int, ...], forward: float) -> Option:
     """A placement's costs with a batch.
 
     Args:
         cost: without it.
-        shapes: node size and samples of each row of ranks.
-        hosts: number of rows of hosts.
-        starts: node sizes of rows of the start.
+        memory: bytes in each row.
         forward: nanoseconds of the slowest rank's forward for each operation of a sample's.
     """
     work = cost.work
     if cost.recomputed_flops:
         again, half = math.ceil(cost.recomputed_flops * forward), len(work) // 2
         work = (*work[:half], *(own + again for own in work[half:]))
-    memory = [math.ceil(cost.bytes_with(samples, size)) for size, samples in shapes]
-    memory += [cost.host_bytes] * hosts + [math.ceil(cost.start_bytes[size]) for size in starts]
-    return Option(cost.placement, cost.send, work, cost.serial, tuple(memory), cost.peaks)
+    return Option(cost.placement, cost.send, work, cost.serial, memory, cost.memory.peaks)
 
 
 def uniform_counts(problem: PlacementProblem, store: UnitStore, checkpoint: bool) -> Counts | None:

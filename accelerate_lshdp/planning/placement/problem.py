@@ -11,7 +11,8 @@ where W_p is the computing of one micro-batch, work_up what the option of unit u
 that block), send_up the time for which it keeps the links busy, and serial_u what nothing overlaps (the optimizer
 step). Sends of a phase are added up as if all links were one: an upper bound, which is met where one link is slow.
 
-Ranks with the same share, limit and micro-batch have one row k of memory:
+Ranks with the same share, limit and micro-batch have a row k of memory, or one for each of some moments of a step
+(`moments`):
 
     fixed_k  +  sum_u memory_uk  +  2 max_u gathered_u  +  m max_u unreduced_u  +  samples_k max_u recomputed_u
              <=  limit_k
@@ -19,7 +20,8 @@ Ranks with the same share, limit and micro-batch have one row k of memory:
 One unit is computed while the next one is gathered, so two are gathered at a time, of which neither is larger than
 the largest: the row never says less than is needed. Then come the gradient of one unit before it is reduced (m = 1;
 where ranks compute in host memory m = 2, with the message of the unit before it), and what one unit recomputes for its
-backward. What is needed throughout is in memory_uk, what no option changes in fixed_k.
+backward. What is needed throughout, or all the time up to that moment, is in memory_uk, what no option changes in
+fixed_k.
 
 Times are whole nanoseconds and sizes whole bytes, both rounded up: sums of them are exact, also in float64 (2^53 ns
 are 104 days), and certificates are checked in integers.
@@ -100,7 +102,7 @@ class Option:
         send: nanoseconds of each phase for which it keeps links busy.
         work: nanoseconds that it adds to the computing of each phase.
         serial: nanoseconds that nothing overlaps.
-        memory: bytes in each row, throughout the step.
+        memory: bytes in each row, at its moment.
         peaks: bytes of each `Peak`; recomputed ones for each sample.
     """
 
@@ -186,6 +188,18 @@ class PlacementProblem:
             + sum(weight * peak for weight, peak in zip(row.peak_weights, peaks, strict=True))
             for place, row in enumerate(self.rows)
         ]
+
+    def by_rank(self, needs: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """The most bytes that each rank needs at a time, and its limit.
+
+        Args:
+            needs: bytes of each row.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for row, need in zip(self.rows, needs, strict=True):
+            for rank in row.ranks:
+                found[rank] = max(found.get(rank, (0, row.limit)), (need, row.limit))
+        return dict(sorted(found.items()))
 
     def fits(self, counts: Counts) -> bool:
         """Whether all rows keep their limits."""

@@ -64,16 +64,13 @@ class PlacementResult:
         cls, problem: PlacementProblem, solution: Solution, micro_batches: tuple[tuple[int, int], ...]
     ) -> PlacementResult:
         """The result of a solved problem."""
-        memory, limits = [0] * len(micro_batches), [0] * len(micro_batches)
-        for row, needed in zip(problem.rows, solution.memory, strict=True):
-            for rank in row.ranks:
-                memory[rank], limits[rank] = needed, row.limit
+        memory, limits = zip(*problem.by_rank(solution.memory).values(), strict=True)
         seconds = solution.nanoseconds / 1e9
         total = sum(size * steps for size, steps in micro_batches)
         return cls(
-            ModelPlacement(units=units_of(problem, solution), memory_limit_bytes=tuple(limits)),
+            ModelPlacement(units=units_of(problem, solution), memory_limit_bytes=limits),
             micro_batches,
-            PlacementPrediction(seconds, total / seconds, tuple(memory), tuple(limits), solution.gap),
+            PlacementPrediction(seconds, total / seconds, memory, limits, solution.gap),
             certificate_of(problem, solution),
             problem,
         )

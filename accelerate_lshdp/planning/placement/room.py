@@ -3,7 +3,8 @@
 
 With limits on the largest of each peak, every unit takes the option that needs least memory among those within them.
 All limits that differ are tried, so with one row of memory nothing is missed. Several rows are weighed against each
-other: each alone, and all alike. What that misses, a search in which all placements are equally fast may find.
+other: each alone, all alike, and the largest of them. What that misses, a search in which all placements are equally
+fast may find.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ def find_room(problem: PlacementProblem, most_branches: int = _BRANCHES) -> Coun
         allowed = tables.valid & (tables.peaks <= largest).all(-1)
         if not allowed.any(1).all():
             continue
-        for weights in np.eye(rows) if rows == 1 else (np.ones(rows), *np.eye(rows)):
-            # Memory as a share of the limits; ties go to smaller peaks.
-            needed = tables.columns[..., tables.phase_count :] @ weights
+        memory = tables.columns[..., tables.phase_count :]  # as a share of the limits
+        ways = [(memory @ weights, weights) for weights in np.eye(rows)]
+        if rows > 1:
+            # Moments of one rank differ little in what they need: the most at any of them is a bound.
+            ways = [(memory.sum(-1), np.ones(rows)), (memory.max(-1), np.ones(rows)), *ways]
+        for needed, weights in ways:
+            # Ties go to smaller peaks.
             needed = needed + 1e-9 * (tables.peaks @ (weights @ tables.peak_weights))
             chosen = np.where(allowed, needed, np.inf).argmin(1)
             counts = np.zeros(tables.valid.shape, dtype=np.int64)

@@ -1,13 +1,7 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
 """The costs of a unit with each of its placements, without a batch: computed once, used for every batch.
 
-A unit that is computed is gathered whole, but for weights in slices, of which there is one slice at a time; the
-gathered copy of `world_kept` stays from the forward to the backward, and of `world_to_node` the node's shards do. The
-root is gathered, and its gradient not reduced, from the first operation to the last, so both are counted throughout.
-Where a step has several micro-batches, world-sharded units keep what is not in slices of their gradients between them.
-
-Where ranks compute in host memory those of a node map one copy: nothing is gathered inside it, and gradients wait for
-the ranks of the node that add theirs first. The terms are those of `planning.cost.memory`.
+Times are those of `TrafficOf` and of the optimizer's step, bytes those of `MemoryOf`.
 """
 
 from __future__ import annotations
@@ -17,20 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from accelerate_lshdp.documents.bucket_sizes import WAITING_BUCKETS
-from accelerate_lshdp.documents.host_memory import HOLES_OF_ACTIVATIONS
 from accelerate_lshdp.documents.placement import UnitPlacement, UnitStore
 from accelerate_lshdp.documents.unit_sizes import LEAST_SLICEABLE_ROWS
-from accelerate_lshdp.planning.cost.memory import passing_bytes, waiting_bytes
 from accelerate_lshdp.planning.cuts.step_time import PlanningError
 from accelerate_lshdp.planning.placement.inputs import ModelSizes, PlacementCluster, UnitSize
 from accelerate_lshdp.planning.placement.traffic import Traffic, TrafficOf, offered_stores
+from accelerate_lshdp.planning.placement.unit_memory import MemoryOf, UnitMemory
 
 
 #: Numbers of slices that are offered by default: more save little more memory, and each is a message.
 SLICES = (1, 2, 4)
-#: Tensors of the size of one slice's logits that a head in slices has at a time.
-_SLICES_OF_LOGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +32,16 @@ class UnitCost:
         send: nanoseconds of each phase for which links are busy.
         work: nanoseconds of each phase for which exchanges stop the computing.
         serial: nanoseconds of the optimizer step.
-        state_bytes: bytes throughout a step on a rank of each node size, without activations.
-        host_bytes: bytes on each host.
-        sample_bytes: bytes of one sample that are kept for the backward.
         recomputed_flops: operations of one sample that are repeated in the backward.
-        peaks: bytes of each `Peak`, recomputed ones for each sample.
-        start_bytes: bytes at the start on a rank of each node size, beside the whole model.
-        coming_bytes: bytes of `state_bytes` that only come as activations go.
+        memory: bytes that it takes.
     """
 
     placement: UnitPlacement
     send: tuple[int, ...]
     work: tuple[int, ...]
     serial: int
-    state_bytes: dict[int, float]
-    host_bytes: int
-    sample_bytes: float
     recomputed_flops: float
-    peaks: tuple[int, int, int]
-    start_bytes: dict[int, float]
-    coming_bytes: float = 0.0
-
-    def bytes_with(self, samples: int, node_size: int) -> float:
-        """Bytes throughout a step with a micro-batch of some samples."""
-        activations = samples * self.sample_bytes
-        # Half of the activations: some exist only in the backward.
-        return self.state_bytes[node_size] + activations - min(self.coming_bytes, activations / 2)
+    memory: UnitMemory
 
 
 class UnitCosts:
@@ -94,11 +68,8 @@ class UnitCosts:
         self.model, self.cluster = model, cluster
         self._stores, self._checkpoint, self._slices = stores, tuple(checkpoint), tuple(slices)
         self._traffic = TrafficOf(cluster)
-        # What the costs of each unit need of all of them, and of all ranks.
+        self.memory = MemoryOf(model, cluster)
         self._trainable = model.trainable
-        everything, nodes = self._trainable * model.state_bytes.gradient, len(cluster.nodes)
-        self._waiting, self._passing = waiting_bytes(everything, nodes), passing_bytes(everything, nodes)
-        self._node_sizes = sorted(set(cluster.nodes))
         self._step_seconds: dict[UnitStore, float] = {}
         self._known: dict[tuple[UnitSize, bool], list[UnitCost]] = {}
         self._offered: dict[tuple[bool, bool], list[UnitPlacement]] = {}
@@ -154,96 +125,26 @@ class UnitCosts:
         whole = unit.parameters - in_slices
         # Which of them are frozen is not known: so that no sum is too small, as many as can be are trained.
         trained, trained_in_slices = min(whole, unit.trainable), min(in_slices, unit.trainable)
-        gathered, unreduced = whole * each.gathered, trained * each.unreduced
-        one_slice, its_gradient = in_slices * each.gathered / slices, trained_in_slices * each.unreduced / slices
-        gradients = unit.trainable * each.gradient
-        slice_waiting = self._waiting_in_slices(unit, placement, trained_in_slices) if in_slices else 0.0
         optimizer = self._optimizer_seconds(unit, store)
         is_late = store is UnitStore.HOST and not is_root
         traffic = self._traffic.whole(
-            store, gathered, trained * each.gradient, optimizer if is_late else 0.0, is_root=is_root
+            store, whole * each.gathered, trained * each.gradient, optimizer if is_late else 0.0, is_root=is_root
         )
         if in_slices:
             reduced = each.gradient * trained_in_slices / in_slices
             traffic += self._traffic.sliced(placement, unit.sliceable, each.gathered, reduced)
         send, work = self._phase_seconds(traffic, accumulates)
-        states = unit.parameters * each.parameter + unit.trainable * (each.gradient + each.optimizer)
-        # A copy that the ranks of a node map is as whole as one of each rank: nothing is gathered.
-        is_mapped = self.cluster.computes_on_hosts and store.strategy.is_node_sharded
-        is_whole, on_host = store is UnitStore.REPLICATE or is_mapped, store is UnitStore.HOST
-        kept: dict[int, float] = {}
-        for size in self._node_sizes:
-            needed = 0.0 if on_host else states / self._share(store, size)
-            if is_whole:
-                needed += gathered if each.gathered != each.parameter else 0.0  # autocast's copy
-            elif is_root:
-                needed += gathered + unreduced
-            else:
-                # On hosts gradients of the optimizer come as gathered copies go. Half of them are counted: it has been
-                # more than none of them (`benchmarks/memory.py`).
-                come = gradients / 2 / self.cluster.world if self.cluster.computes_on_hosts else 0.0
-                needed += max(0.0, gathered - come) if store is UnitStore.WORLD_KEPT else 0.0
-                needed += gathered / size if store is UnitStore.WORLD_TO_NODE else 0.0
-                needed += unreduced if accumulates and store.strategy.is_world_sharded else 0.0
-            kept[size] = needed
-        stays = is_whole or is_root or store is UnitStore.WORLD_KEPT
-        # Where gathered copies stay, gradients come as these go (above). With several micro-batches whole ones are
-        # kept meanwhile, and mixed placements have taken nearly all that is counted.
-        comes = store.strategy.is_world_sharded and store is not UnitStore.WORLD_KEPT and not accumulates
-        activations, recomputed = unit.activation_bytes, unit.flops if placement.checkpoint else 0.0
-        with_holes = 1 + HOLES_OF_ACTIVATIONS if self.cluster.computes_on_hosts else 1
-        if slices > 1 and unit.sliceable.loss_bytes is not None:
-            # The logits of a slice, their exponentials, and their gradients; in the backward they are computed again.
-            activations = max(0.0, activations - unit.sliceable.loss_bytes)
-            activations += _SLICES_OF_LOGITS * unit.sliceable.logits_bytes / slices
-            recomputed += unit.flops
+        recomputed = unit.flops if placement.checkpoint else 0.0
+        if in_slices and unit.sliceable.loss_bytes is not None:
+            recomputed += unit.flops  # a head computes its logits again
         return UnitCost(
             placement,
             tuple(map(whole_nanoseconds, send)),
             tuple(map(whole_nanoseconds, work)),
             0 if is_late else whole_nanoseconds(optimizer),
-            kept,
-            math.ceil(states + (gathered if each.gathered != each.parameter else 0.0)) if on_host else 0,
-            with_holes * (unit.input_bytes if placement.checkpoint else activations),
             recomputed,
-            (
-                math.ceil(one_slice + (0.0 if stays else gathered)),
-                math.ceil(its_gradient + self._unreduced(store, unreduced, slice_waiting, is_whole, is_root)),
-                math.ceil(with_holes * unit.activation_bytes) if placement.checkpoint else 0,
-            ),
-            {size: self._starting(unit, store, self._share(store, size)) for size in self._node_sizes},
-            # FSDP2 makes them anew in each step. On devices they count throughout, as do those that are kept in place.
-            gradients / self.cluster.world if self.cluster.computes_on_hosts and comes else 0.0,
+            self.memory.unit(unit, placement, accumulates),
         )
-
-    def _starting(self, unit: UnitSize, store: UnitStore, share: int) -> float:
-        """Bytes that are made of a unit at the start on a rank, while the script's own copy is still there."""
-        each = self.model.state_bytes
-        shard = unit.parameters * each.parameter / share if share > 1 else 0.0
-        return shard + (0.0 if store.strategy.is_world_sharded else unit.trainable * each.gradient / share)
-
-    def _unreduced(self, store: UnitStore, gradients: float, in_slices: float, is_whole: bool, is_root: bool) -> float:
-        """Bytes of a unit's `Peak.UNREDUCED`, which on hosts counts twice: gradients, and the message of them."""
-        if is_root and not is_whole and store is not UnitStore.HOST:
-            # Its gradients are counted throughout, so it is the message alone.
-            return gradients / 2 if self.cluster.computes_on_hosts else 0.0
-        if store is UnitStore.HOST:
-            # In the precision of the backward, and then bucket by bucket in that of the parameters. A slice is one.
-            return (0.0 if is_root else gradients) + max(in_slices, self._waiting)
-        if not is_whole:
-            return gradients
-        # Of all units of the store together: as if it had all of the model, so that it counts once.
-        if store is UnitStore.REPLICATE or self._node_sizes[-1] == 1:
-            return self._passing / 2 if self.cluster.computes_on_hosts else 0.0
-        return self._waiting / 2
-
-    def _waiting_in_slices(self, unit: UnitSize, placement: UnitPlacement, trained: int) -> float:
-        """Bytes of gradients in slices that wait until they are copied to the host."""
-        each, weights = self.model.state_bytes.gradient, unit.sliceable
-        # Those of several weights never wait together. A weight that is in several products has one gradient added up.
-        largest = min(trained, unit.largest_parameter or trained)
-        added_up = largest if weights.backward > weights.parameters else 0
-        return each * (min(WAITING_BUCKETS + 1, placement.slices) * largest / placement.slices + added_up)
 
     def _phase_seconds(self, traffic: Traffic, accumulates: bool) -> tuple[list[float], list[float]]:
         """Seconds of each phase for which links are busy, and for which computing stops."""
@@ -265,15 +166,9 @@ class UnitCosts:
             return part * max(self.cluster.host_optimizer_seconds, default=0.0)
         if store not in self._step_seconds:
             ranks = zip(self.cluster.profiles, self.cluster.node_sizes_of_ranks, strict=True)
-            seconds = (profile.fixed_seconds / self._share(store, size) for profile, size in ranks)
+            seconds = (profile.fixed_seconds / self.memory.share(store, size) for profile, size in ranks)
             self._step_seconds[store] = max(seconds)
         return part * self._step_seconds[store]
-
-    def _share(self, store: UnitStore, node_size: int) -> int:
-        """The number of ranks that share one copy of a unit's states."""
-        if store is UnitStore.REPLICATE:
-            return 1
-        return node_size if store.strategy.is_node_sharded else self.cluster.world
 
 
 def whole_nanoseconds(seconds: float) -> int:

@@ -104,9 +104,7 @@ def _check_predicted(plan: Plan, problem: PlacementProblem) -> None:
     """Checks the figures of the section `predicted`, which restate the certificate."""
     certificate, predicted = plan.certificate, plan.predicted or {}
     seconds = certificate["step_nanoseconds"] / 1e9
-    needed: dict[int, tuple[int, int]] = {}
-    for row, memory in zip(problem.rows, certificate["memory_bytes"], strict=True):
-        needed.update(dict.fromkeys(row.ranks, (memory, row.limit)))
+    needed = problem.by_rank(certificate["memory_bytes"])
     ranks = range(plan.world_size)
     gap = 1 - certificate["bound_nanoseconds"] / certificate["step_nanoseconds"]
     expected = {
