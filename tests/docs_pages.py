@@ -41,7 +41,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LANGUAGES = ("bash", "json", "python", "text", "yaml")
 MACHINES = ("first machine", "second machine")
 BLOCK_TIMEOUT = 600.0
-REASONS = ("installs packages", "needs a GPU", "needs root", "needs the Hugging Face Hub", "runs these tests")
+REASONS = ("installs packages", "needs a GPU", "needs other machines", "needs root", "needs the Hugging Face Hub")
+REASONS += ("runs these tests",)
 _MARKER = re.compile(r"<!-- not run: (.+?) -->\s*$")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?")
 
@@ -56,7 +57,7 @@ _PREAMBLE = """\
 make() { command make -C "$DOCS_ROOT" VENV="$DOCS_FOLDER/venv" OUTPUT="$PWD/outputs/quickstart" "$@"; }
 scp() { cp "${@:1:$#-1}" "$DOCS_FOLDER/second"; }
 accelerate-lshdp() {
-    if [ "$1" = config ]; then set -- "$@" --main-port "$DOCS_PORT"; fi
+    if [ "$1" = config ] || [ "$*" != "${*#doctor --nodes}" ]; then set -- "$@" --main-port "$DOCS_PORT"; fi
     command accelerate-lshdp "$@"
 }
 """

@@ -15,6 +15,8 @@ from pathlib import Path
 import accelerate_lshdp
 from accelerate_lshdp.cli.bench_output import prepare_report, say, write
 from accelerate_lshdp.cli.config import add_layout_arguments
+from accelerate_lshdp.cli.launch_hosts import Job, add_hosts_arguments, check_hosts_arguments, run_job
+from accelerate_lshdp.hosts.script_files import from_here
 
 
 _EPILOG = """\
@@ -67,6 +69,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     ranks.add_argument(
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
+    add_hosts_arguments(ranks)
     parser.add_argument_group("emulated nodes").add_argument(
         "--in-process",
         action="store_true",
@@ -96,9 +99,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"found --in-process, which slows emulated nodes down, but {arguments.config} describes no clusters;"
             " leave it out"
         )
+    check_hosts_arguments(arguments)
+    if arguments.hosts is not None:
+        return run_job(arguments, _job(arguments))
     from accelerate_lshdp.cli.bench_nodes import run_on_nodes
 
     return run_on_nodes(arguments)
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    """What all machines of ``--hosts`` are to run: this command."""
+    from accelerate_lshdp.comparing.config import ComparisonConfig
+
+    ComparisonConfig.load(arguments.config)  # what is wrong with it is said once, and here
+    words = [str(arguments.config), "--output-dir", str(arguments.output_dir)]
+    return Job("bench", words, [], [from_here(arguments.config)], output=arguments.output_dir)
 
 
 def find_laboratory() -> Path | None:
@@ -114,7 +129,7 @@ def _run_emulated(arguments: argparse.Namespace, emulated: tuple[str, ...]) -> i
         arguments: of the command.
         emulated: the keys of the file that ask for them.
     """
-    named = ("nodes", "device", "main_ip", "main_port", "config_file", "node_rank")
+    named = ("nodes", "device", "main_ip", "main_port", "config_file", "node_rank", "hosts")
     given = [f"--{name.replace('_', '-')}" for name in named if getattr(arguments, name) is not None]
     if given:
         flags = ", ".join(given).replace("--device", "--cpu or --gpu")

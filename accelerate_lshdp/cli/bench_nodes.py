@@ -19,8 +19,8 @@ from accelerate_lshdp.cli.waiting_nodes import Meeting, report_waiting
 from accelerate_lshdp.comparing.checks import check_data, check_models
 from accelerate_lshdp.comparing.config import ComparisonConfig, config_errors
 from accelerate_lshdp.comparing.node_agent import NodeAgent, NodePlace, serve_node_0
-from accelerate_lshdp.comparing.node_links import Hello, NodeLink, join_node_0, wait_for_nodes
 from accelerate_lshdp.comparing.on_nodes import compare_on_nodes, name_nodes
+from accelerate_lshdp.runtime.node_links import Hello, NodeLink, join_node_0, wait_for_nodes
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 

@@ -26,10 +26,19 @@ from accelerate_lshdp.cli.config import (
     render_node,
 )
 from accelerate_lshdp.cli.launch_config import read_launch_config
+from accelerate_lshdp.cli.launch_hosts import (
+    Job,
+    add_hosts_arguments,
+    check_hosts_arguments,
+    plan_environment,
+    run_job,
+)
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.hosts.script_files import code_beside, from_here
 from accelerate_lshdp.runtime.option_advice import variable_of
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
+from accelerate_lshdp.runtime.passed_signals import pass_signals_on
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 
@@ -100,6 +109,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
+    add_hosts_arguments(parser.add_argument_group("all machines from this one"))
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python file (or module) to run")
     # The remainder belongs to the script, also flags that have the names of ours.
@@ -113,10 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
     """
+    check_hosts_arguments(arguments)
     plan = _plan(arguments)
     # Each rank would say this in a traceback of its own.
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
+    if arguments.hosts is not None:
+        return run_job(arguments, _job(arguments, plan), plan)
     # Temporary files have to stay until all ranks have ended.
     with ExitStack() as stack:
         if arguments.config_file is None:
@@ -148,6 +161,21 @@ def run(arguments: argparse.Namespace) -> int:
         return _accelerate_launch(
             ["--config_file", str(config_file), *overrides, *shim, arguments.script, *arguments.script_args]
         )
+
+
+def _job(arguments: argparse.Namespace, plan: Plan | None) -> Job:
+    """What all machines of ``--hosts`` are to run: this command, with the plan in the environment."""
+    options = [
+        *(["--auto"] if arguments.auto else []),
+        *(["--placement", arguments.placement] if arguments.placement else []),
+        *(["--keep-plan-total"] if arguments.keep_plan_total else []),
+        *(["--mixed-precision", arguments.mixed_precision] if arguments.mixed_precision else []),
+        *(["-m"] if arguments.module else []),
+    ]
+    script = arguments.script if arguments.module else from_here(arguments.script)
+    files = code_beside(None if arguments.module else script)
+    environment = {} if arguments.auto else plan_environment(plan)
+    return Job("launch", options, [script, *arguments.script_args], files, environment)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan | None:
@@ -345,16 +373,20 @@ def _accelerate_launch(argv: list[str]) -> int:
     end_with_launcher()  # where another command has started this one
     # Ranks end with this process, also when it is killed and cannot end them.
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    pass_signals_on()
     try:
         # torch makes a folder for logs that we do not ask for, and leaves it behind.
-        launch_command(launch_command_parser().parse_args(["--log_dir", os.devnull, *argv]))
+        arguments = launch_command_parser().parse_args(["--log_dir", os.devnull, *argv])
+        # Not SIGTERM, which is passed on: torch's launcher would end by itself, and those of other nodes wait for it.
+        arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # accelerate has no flag for it, but hands it on
+        launch_command(arguments)
     except ChildFailedError as error:  # several ranks; the first failure is the cause, others follow from it
         print(error, file=sys.stderr)
         return _shell_code(error.get_first_failure()[1].exitcode)
     except CalledProcessError as error:  # a single rank
         return _shell_code(error.returncode)
-    except SignalException as signal:
-        return _SIGNAL_BASE + int(signal.sigval)
+    except SignalException as ended:
+        return _SIGNAL_BASE + int(ended.sigval)
     return 0
 
 

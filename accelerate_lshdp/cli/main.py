@@ -17,7 +17,7 @@ from accelerate_lshdp import __version__
 from accelerate_lshdp.documents.plan import PlanError
 
 
-SUBCOMMANDS = ("quickstart", "profile", "plan", "config", "launch", "bench", "report", "estimate")
+SUBCOMMANDS = ("quickstart", "profile", "plan", "config", "launch", "bench", "report", "estimate", "doctor")
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from accelerate_lshdp.cli import launch
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import add_layout_arguments
+from accelerate_lshdp.cli.launch_hosts import Job, add_hosts_arguments, check_hosts_arguments, run_job
 from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Strategy
+from accelerate_lshdp.hosts.script_files import code_beside, from_here
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 
@@ -75,6 +77,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     ranks.add_argument(
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
+    add_hosts_arguments(parser.add_argument_group("all machines from this one"))
     add_script_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -137,6 +140,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: arguments that cannot be right.
     """
+    check_hosts_arguments(arguments)
+    if arguments.hosts is not None:
+        return run_job(arguments, _job(arguments))
     # `launch` takes the number of ranks from a plan, which does not exist before profiling.
     if arguments.config_file is None and arguments.nodes is None:
         raise ValueError("say which ranks to measure: --nodes, such as --nodes 2, or --config_file")
@@ -171,6 +177,19 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"wrote {arguments.output}")
     print(f"next: accelerate-lshdp plan {arguments.output} --total {arguments.total_batch_size or 'B'}")
     return 0
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    """What all machines of ``--hosts`` are to run: this command."""
+    if not arguments.module:
+        arguments.script = from_here(arguments.script)
+    words = _worker_arguments(arguments)
+    script = len(words) - 1 - len(arguments.script_args)
+    options = words[:script]
+    if arguments.mixed_precision:
+        options = ["--mixed-precision", arguments.mixed_precision, *options]
+    files = code_beside(None if arguments.module else arguments.script)
+    return Job("profile", options, words[script:], files, output=arguments.output)
 
 
 def _worker_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from accelerate_lshdp.comparing.memory_meter import MemoryMeter, proportional_set_size
-from accelerate_lshdp.comparing.node_links import NodeLink, NodeLinkError
 from accelerate_lshdp.comparing.rank_processes import (
     LOOPBACK,
     RankError,
@@ -23,6 +22,7 @@ from accelerate_lshdp.comparing.rank_processes import (
 )
 from accelerate_lshdp.comparing.results import describe_machine
 from accelerate_lshdp.runtime.free_port import free_port
+from accelerate_lshdp.runtime.node_links import NodeLink, NodeLinkError
 
 
 _COMMAND = (sys.executable, "-m", "accelerate_lshdp.comparing.rank")

@@ -12,8 +12,8 @@ from typing import Any
 
 from accelerate_lshdp.comparing.launch import CALL_SECONDS, ENGINE, Launch
 from accelerate_lshdp.comparing.node_agent import NodeAgent, answer, free_ports
-from accelerate_lshdp.comparing.node_links import NodeLink, NodeLinkError
 from accelerate_lshdp.comparing.rank_processes import FAILURE_GRACE, RankError
+from accelerate_lshdp.runtime.node_links import NodeLink, NodeLinkError
 
 
 # Seconds beyond those of a call, for the ways to and from the other nodes.

@@ -11,8 +11,8 @@ from accelerate_lshdp.comparing.config import ComparisonConfig
 from accelerate_lshdp.comparing.driver import Comparison
 from accelerate_lshdp.comparing.node_agent import NodeAgent
 from accelerate_lshdp.comparing.node_launch import NodeLaunch
-from accelerate_lshdp.comparing.node_links import NodeLink
 from accelerate_lshdp.comparing.results import all_machines, measured_results
+from accelerate_lshdp.runtime.node_links import NodeLink
 
 
 def compare_on_nodes(

@@ -34,6 +34,13 @@ _BITS_PER_SECOND = {"b/s": 1.0, "kb/s": 1e3, "Mb/s": 1e6, "Gb/s": 1e9}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 # Far above any machine, and small enough for lists with one entry a rank.
 _MOST_CORES, _MOST_RANKS, _MOST_BYTES, _MOST_TERAFLOPS = 2**20, 4096, 2**60, 1e6
+#: Keys of a node that say how it is reached, which `hosts` reads, and what each of them is.
+HOST_KEYS = {
+    "ssh": "a destination for ssh, such as anna@studio",
+    "python": "the path of a Python interpreter",
+    "folder": "the path of a folder",
+    "interface": "the name of a network interface",
+}
 
 
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -56,10 +63,16 @@ def read_cluster(document: object) -> Cluster:
     return Cluster(read_nodes(section["nodes"], "nodes"), read_link(section["network"], "network"))
 
 
-def read_nodes(document: object, path: str) -> tuple[Node, ...]:
-    """The nodes of a file, each with `cores` or with a `device`. Raises PlanError."""
+def read_nodes(document: object, path: str, *, with_processors: bool = True) -> tuple[Node, ...]:
+    """The nodes of a file. Raises PlanError.
+
+    Args:
+        document: the list of them.
+        path: where it is, for messages.
+        with_processors: whether each must say what it computes on, by `cpu` or `device`.
+    """
     nodes = require_list(document, path, "node")
-    return tuple(_read_node(entry, f"{path}[{index}]") for index, entry in enumerate(nodes))
+    return tuple(_read_node(entry, f"{path}[{index}]", with_processors) for index, entry in enumerate(nodes))
 
 
 def read_link(document: object, path: str) -> Link:
@@ -87,19 +100,20 @@ def write_cluster(cluster: Cluster) -> dict[str, Any]:
     return {"nodes": nodes, "network": network}
 
 
-def _read_node(document: object, path: str) -> Node:
-    known = ("cpu", "memory", "ranks", "device", "tflops", "device_memory", "address")
+def _read_node(document: object, path: str, with_processors: bool) -> Node:
+    known = ("cpu", "memory", "ranks", "device", "tflops", "device_memory", "address", *HOST_KEYS)
     section = require_object(document, path, optional=known)
     if "device" not in section:
-        # A host with devices may leave out its cores; a node that computes on its cores may not.
-        require_object(document, path, required=("cpu",), optional=known[1:])
+        if with_processors:
+            # A host with devices may leave out its cores; a node that computes on its cores may not.
+            require_object(document, path, required=("cpu",), optional=known[1:])
         if "device_memory" in section:
             raise PlanError(
                 "found it without a device, expected both. Name the device, or leave it out.",
                 path=f"{path}.device_memory",
             )
     require_integer(section.get("ranks", 1), f"{path}.ranks", least=1, most=_MOST_RANKS)
-    for name, what in (("device", "the name of a product"), ("address", "a host name or address")):
+    for name, what in {"device": "the name of a product", "address": "a host name or address", **HOST_KEYS}.items():
         if name in section:
             require_name(section[name], f"{path}.{name}", what)
     readers: Mapping[str, tuple[str, Callable[[Any, str], float]]] = {

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+from laboratory.emulated_cluster.debian_tools import DebianTools
+from laboratory.emulated_cluster.system import ClusterError
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +18,15 @@ def laboratory_for_programs(clean_process: None) -> None:
     inherited = os.environ.get("PYTHONPATH")
     folders = [str(Path(__file__).resolve().parents[1]), *([inherited] if inherited else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+
+
+@pytest.fixture(scope="session")
+def debian_tools(tmp_path_factory: pytest.TempPathFactory) -> DebianTools:
+    """Programs that emulated machines need, unpacked once."""
+    found = DebianTools(tmp_path_factory.mktemp("tools"))
+    for program in ("sshd", "iptables-legacy"):
+        try:
+            found.find(program)
+        except ClusterError as error:
+            pytest.skip(str(error))
+    return found

@@ -23,6 +23,7 @@ from accelerate_lshdp import Plan
 from accelerate_lshdp.cli.main import make_parser
 from accelerate_lshdp.comparing.config import ComparisonConfig
 from accelerate_lshdp.documents.cluster_file import load_cluster
+from accelerate_lshdp.documents.hosts import load_hosts
 from accelerate_lshdp.shim import script
 
 
@@ -36,7 +37,7 @@ FOR_CONTRIBUTORS = tuple(
 OWN_PROCESS = "docs/trainer.md"
 # Its Python files are launched, all of them.
 WITH_LAUNCHES_ONLY = ("docs/two_machines.md",)
-NOT_RUN_AT_MOST = 4
+NOT_RUN_AT_MOST = 5
 WHOLE_PLAN = {"version": 1, "strategy": "lsdp"}
 
 
@@ -110,15 +111,17 @@ def test_plans_are_valid(block: Block):
 
 @pytest.mark.parametrize("block", blocks_in("yaml"))
 def test_yaml_files_are_read(block: Block, tmp_path):
-    """Each is for `estimate` or for `bench`."""
+    """Each is for `estimate`, for `bench`, or for commands with `--hosts`."""
     file = tmp_path / block.file
     file.write_text(block.text, encoding="utf-8")
     if "clusters" in yaml.safe_load(block.text):
         assert BenchmarkConfig.load(file).models
     elif "strategies" in yaml.safe_load(block.text):
         assert ComparisonConfig.load(file).models
-    else:
+    elif "network" in yaml.safe_load(block.text):
         assert load_cluster(file).nodes
+    else:
+        assert load_hosts(file)
 
 
 @pytest.mark.parametrize("block", blocks_in("bash"))

@@ -21,7 +21,7 @@ LAYERS = (
     ("documents",),
     ("planning", "runtime"),
     ("data", "engine"),
-    ("checkpoint", "profiling", "estimation"),
+    ("checkpoint", "profiling", "estimation", "hosts"),
     ("accelerator",),
     ("trainer", "comparing"),
     ("shim",),

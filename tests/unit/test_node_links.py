@@ -18,8 +18,8 @@ from accelerate_lshdp.comparing import node_launch
 from accelerate_lshdp.comparing.launch import ENGINE
 from accelerate_lshdp.comparing.node_agent import serve_node_0
 from accelerate_lshdp.comparing.node_launch import NodeLaunch
-from accelerate_lshdp.comparing.node_links import Hello, NodeLink, NodeLinkError, join_node_0, wait_for_nodes
 from accelerate_lshdp.comparing.rank_processes import RankError
+from accelerate_lshdp.runtime.node_links import Hello, NodeLink, NodeLinkError, join_node_0, wait_for_nodes
 
 
 ADDRESS = "127.0.0.1"

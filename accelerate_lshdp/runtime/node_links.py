@@ -1,5 +1,5 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Connections between the commands of a comparison on several nodes: each of the others has one to node 0.
+"""Connections between the commands of `bench` and `doctor` on several nodes: each of the others has one to node 0.
 
 Messages are JSON objects. Node 0 sends requests, one at a time, and every other node answers each of them.
 """
@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from accelerate_lshdp import __version__
+from accelerate_lshdp.runtime.listening import listen_everywhere
 
 
 #: All nodes have to be started within it, as for torch's rendezvous.
@@ -82,7 +83,7 @@ class NodeLink:
         except ValueError:
             message = None
         if not isinstance(message, dict):
-            raise NodeLinkError("found something other than a message of accelerate-lshdp bench")
+            raise NodeLinkError("found something other than a message of accelerate-lshdp")
         return message
 
     def close(self) -> None:
@@ -178,7 +179,7 @@ def join_node_0(own: Hello, address: str, port: int, seconds: float = MEETING_SE
         answer = link.receive(max(0.0, deadline - time.monotonic()))
     except (EOFError, OSError, NodeLinkError) as error:
         link.close()
-        raise NodeLinkError(f"node 0 at {address}:{port} did not go on: {error or 'it has ended'}") from None
+        raise NodeLinkError(f"node 0 at {address}:{port} did not go on: {str(error) or 'it has ended'}") from None
     if "error" in answer:
         link.close()
         raise NodeLinkError(str(answer["error"]))
@@ -214,6 +215,6 @@ def _listen(address: str, port: int) -> socket.socket:
     loopback = address in _LOOPBACK_NAMES or address.startswith("127.")
     family = socket.AF_INET6 if address == "::1" else socket.AF_INET
     try:
-        return socket.create_server((address if loopback else "", port), family=family)
+        return socket.create_server((address, port), family=family) if loopback else listen_everywhere(port)
     except OSError as error:
         raise OSError(f"port {port} cannot be used ({error.strerror}). Give all nodes another --main-port") from None
