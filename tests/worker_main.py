@@ -119,6 +119,9 @@ class Worker:
         os.chdir(self.folder)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        # Cases that are the oracle for others do without this package.
+        if "accelerate_lshdp.runtime.stop_requests" in sys.modules:
+            sys.modules["accelerate_lshdp.runtime.stop_requests"].of_process.forget()
         accelerate_logging.MultiProcessAdapter.warning_once.cache_clear()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)

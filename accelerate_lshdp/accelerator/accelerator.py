@@ -232,6 +232,22 @@ class LSHDPAccelerator(Accelerator):
         """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
         return self.session.timer.statistics()
 
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGUSR1 from now on set `stop_requested` on all ranks, instead of ending this process.
+
+        One that comes ten seconds later ends it all the same. For loops of the script's own, in the main thread; a
+        Trainer does it itself, if it saves checkpoints.
+        """
+        self.session.stop_requests.watch()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank has been told to end, the same on all ranks after the last backward of every step.
+
+        Save and leave the loop after the optimizer's step in which it becomes true: all ranks are at the same step.
+        """
+        return self.session.stop_requests.agreed != 0
+
     @property
     def batch_size_decisions(self) -> list[Decision]:
         """How automatic batch sizes changed, oldest first: when, from what to what, and why. Empty with fixed ones."""

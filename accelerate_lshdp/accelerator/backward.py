@@ -207,7 +207,7 @@ class Backward:
         if session.sizing is not None:
             report = session.sizing.complete(report)
         problem, session.tracker.problem = session.tracker.problem, None
-        report = session.rank_step.complete(report, problem)
+        report = session.rank_step.complete(report, problem)._replace(stop_signal=session.stop_requests.received)
         return session.exchange.after_backward(
             report,
             [
@@ -225,6 +225,7 @@ class Backward:
         session = self._session
         reports, counts = pending.wait()
         require_same_step(reports, session.topology.name_of)
+        session.stop_requests.agree([report.stop_signal for report in reports])
         session.timer.take_reports(reports)
         if session.sizing is not None and not session.sizing.take_reports(reports):
             session.check_agreement(

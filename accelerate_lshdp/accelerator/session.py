@@ -31,6 +31,7 @@ from accelerate_lshdp.engine.attachments import Attachments
 from accelerate_lshdp.engine.engine import Engine
 from accelerate_lshdp.engine.placement import Placement
 from accelerate_lshdp.engine.policies import ShardingPolicies
+from accelerate_lshdp.runtime import stop_requests
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.groups import meets_on_hosts
@@ -81,6 +82,7 @@ class Session:
         attachments: hooks on models that are not trained.
         was_freed: whether all models were forgotten, by ``free_memory``.
         optimizers: those that are prepared, in accelerate's wrappers.
+        stop_requests: signals that ask for an end of the training.
         out_of_step: what ranks told when one of them failed in its backward, so that the step cannot be made.
         seed: shuffling starts from it; agreed on by all ranks when a loader is prepared.
         training_passes: the loaders with a training pass in progress; twice, if one has two.
@@ -131,6 +133,7 @@ class Session:
         self.losses = LossShares(options, self.exchange, divided=world_size > 1 or self.plan.has_accumulation)
         self.engine = self._make_engine()
         self.attachments = Attachments()
+        self.stop_requests = stop_requests.of_process
         self.was_freed = False
         self.optimizers: Sequence[Any] = ()
         self.unstepped = UnsteppedGradients()

@@ -53,6 +53,8 @@ class RankReport(NamedTuple):
     """Of the samples of all ranks in the global batches that it trained since its last report; 0: not known."""
     problem: int = 0
     """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
+    stop_signal: int = 0
+    """Number of a signal that has asked it to save and end; 0: none has."""
 
 
 _REPORT_BYTES = len(RankReport._fields) * np.dtype(np.float64).itemsize

@@ -24,6 +24,7 @@ from accelerate_lshdp.data.weighting import weigh
 from accelerate_lshdp.engine.stores.fsdp2.whole_states import whole_states
 from accelerate_lshdp.trainer import checkpoints
 from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_accumulation, script_steps
+from accelerate_lshdp.trainer.agreed_stop import keeping_the_stopped_step, stopping_at_signals
 from accelerate_lshdp.trainer.checks import check_arguments, check_train_loader, warn_of_weighting
 from accelerate_lshdp.trainer.losses import TrainerLosses
 from accelerate_lshdp.trainer.statistics import step_logs
@@ -60,6 +61,7 @@ class TrainerOverrides(Trainer):
                 self.accelerator.weighting_left_to_caller(),
                 accumulation_of_script(self),
                 checkpoints.skipping_in_samples(),
+                stopping_at_signals(self),
             ):
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -160,7 +162,8 @@ class TrainerOverrides(Trainer):
         """Averages the loss of the steps since the last log over ranks, as that of the others was."""
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         checkpoints.warn_of_lost_best_checkpoint(self)
-        return super()._finalize_training(*args, **kwargs)
+        with keeping_the_stopped_step(self):
+            return super()._finalize_training(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
