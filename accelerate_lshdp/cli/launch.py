@@ -33,6 +33,7 @@ from accelerate_lshdp.cli.launch_hosts import (
     plan_environment,
     run_job,
 )
+from accelerate_lshdp.cli.node_heartbeats import add_heartbeat_arguments, noticing_lost_nodes
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
 from accelerate_lshdp.hosts.script_files import code_beside, from_here
@@ -109,6 +110,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
+    add_heartbeat_arguments(parser)
     add_hosts_arguments(parser.add_argument_group("all machines from this one"))
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python file (or module) to run")
@@ -155,7 +157,9 @@ def run(arguments: argparse.Namespace) -> int:
         _set_environment(arguments, plan, config)
         _print_launch(config, arguments)
         if config.num_machines > 1:
-            stack.enter_context(report_waiting(_meeting(plan, config, arguments), has_started_ranks))
+            meeting = _meeting(plan, config, arguments)
+            stack.enter_context(report_waiting(meeting, has_started_ranks))
+            stack.enter_context(noticing_lost_nodes(arguments, meeting))
         # accelerate starts the shim as a module, which runs the script with its Accelerator replaced by ours.
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
         return _accelerate_launch(
@@ -170,6 +174,7 @@ def _job(arguments: argparse.Namespace, plan: Plan | None) -> Job:
         *(["--placement", arguments.placement] if arguments.placement else []),
         *(["--keep-plan-total"] if arguments.keep_plan_total else []),
         *(["--mixed-precision", arguments.mixed_precision] if arguments.mixed_precision else []),
+        *("--notice-after", str(arguments.notice_after), "--lost-after", str(arguments.lost_after)),
         *(["-m"] if arguments.module else []),
     ]
     script = arguments.script if arguments.module else from_here(arguments.script)

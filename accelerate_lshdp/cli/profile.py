@@ -17,6 +17,7 @@ from accelerate_lshdp.cli import launch
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import add_layout_arguments
 from accelerate_lshdp.cli.launch_hosts import Job, add_hosts_arguments, check_hosts_arguments, run_job
+from accelerate_lshdp.cli.node_heartbeats import LOST_SECONDS, NOTICE_SECONDS
 from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Strategy
 from accelerate_lshdp.hosts.script_files import code_beside, from_here
@@ -158,6 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
     with vanishing_file("error") as error_file:
         # The namespace of `launch`, whose script is the worker; it needs all attributes that `launch` reads.
         ranks = argparse.Namespace(**vars(arguments))
+        ranks.notice_after, ranks.lost_after = NOTICE_SECONDS, LOST_SECONDS
         ranks.plan, ranks.auto, ranks.keep_plan_total, ranks.placement = None, False, False, None
         ranks.module, ranks.script = True, _WORKER
         ranks.script_args = ["--error-file", str(error_file), *_worker_arguments(arguments)]

@@ -151,6 +151,10 @@ class HostConnection:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
+    def give_up(self) -> None:
+        """Ends the connection at once; an agent that cannot be reached ends by itself."""
+        self._process.kill()
+
     def close(self) -> None:
         """Ends the agent: it ends when its input does, and ssh with it. Safe to call again."""
         with suppress(OSError):

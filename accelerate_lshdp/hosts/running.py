@@ -23,7 +23,7 @@ FAILURE_SECONDS = 15.0
 #: The exit code for a machine whose connection was lost, as ssh has it.
 LOST_CODE = 255
 _ALIVE_SECONDS = 5.0
-_START_SECONDS = 20.0
+_START_SECONDS, _ANSWER_SECONDS = 20.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,10 @@ def _start(connection: HostConnection, command: HostCommand) -> None:
 
 
 def _stop(connection: HostConnection, seconds: float) -> None:
-    with suppress(HostError):  # of a machine that cannot be reached, whose agent ends its command
-        connection.ask("stop", seconds + _START_SECONDS, seconds=seconds)
+    try:
+        connection.ask("stop", seconds + _ANSWER_SECONDS, seconds=seconds)
+    except HostError:  # it cannot be reached: its agent ends its command itself
+        connection.give_up()
 
 
 def _follow(

@@ -31,6 +31,11 @@ def pass_signals_on() -> None:
     SignalThread(_pass_on)
 
 
+def kill_ranks() -> None:
+    """Ends the ranks of this launcher at once, which then ends with their failure."""
+    _send_to_children(signal.SIGKILL)
+
+
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
     """Nothing: a handler has to be there for the thread to hear of a signal."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,8 @@ class Machines:
         command = [sys.executable, "-m", "accelerate_lshdp.cli.main", subcommand, "--hosts", str(file), *arguments]
         keywords = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **keywords}
         environment = {**os.environ, **self.environment}
+        # As in a terminal: what runs in the background of a script ignores Ctrl-C, and hands that on.
+        keywords["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
         return self.ssh.popen(0, command, env=environment, cwd=self.own_folder(0), **keywords)
 
 

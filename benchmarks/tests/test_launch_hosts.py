@@ -248,6 +248,25 @@ def test_a_signal_lets_all_machines_save_the_same_step(machines: Machines, numbe
     assert all(len(found) == 1 and verify(found[0].path, found[0].manifest) is None for found in folders), folders
 
 
+def test_a_pulled_cable_is_noticed_and_ends_the_run(machines: Machines) -> None:
+    process = machines.start("launch", ["--auto", "--lost-after", "5", "train.py", "100000", "-1"])
+    for line in process.stdout:
+        if "training begins" in line:
+            break
+    time.sleep(4)  # launchers have met
+    machines.cluster.cut_link(1)
+    cut_at, lines = time.monotonic(), []
+    for line in process.stdout:
+        lines.append((time.monotonic() - cut_at, line))
+        if "has been silent for" in line:
+            break
+    noticed = [seconds for seconds, line in lines if re.search(r"node 0 \| .*node 1 .* has not been heard of", line)]
+    assert len(noticed) == 1 and noticed[0] < 4, lines  # two seconds, on a busy machine
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 137, output
+    machines.cluster.restore_link(1)
+
+
 # Each ends a run in the middle of its training in another way.
 
 
