@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
+from accelerate_lshdp.runtime.launched_ranks import ranks_of_this_launcher
+
 
 #: Seconds between two lines.
 EVERY_SECONDS = 10.0
@@ -124,10 +126,8 @@ def report_waiting(
 
 
 def has_started_ranks() -> bool:
-    """Whether this launcher has child processes: it starts its ranks after all nodes have met."""
-    import psutil
-
-    return bool(psutil.Process().children())
+    """Whether this launcher has ranks: it starts them after all nodes have met."""
+    return bool(ranks_of_this_launcher())
 
 
 def _plain(address: str) -> str:

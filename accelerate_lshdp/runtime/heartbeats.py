@@ -56,7 +56,7 @@ class Launcher:
 @contextmanager
 def heartbeats(
     launcher: Launcher,
-    has_started: Callable[[], bool],
+    has_ranks: Callable[[], bool],
     say: Callable[[str], None],
     end: Callable[[], None],
     *,
@@ -67,7 +67,7 @@ def heartbeats(
 
     Args:
         launcher: this one.
-        has_started: returns whether it has started its ranks, so that the store is there.
+        has_ranks: returns whether its ranks run: not before all nodes have met in the store.
         say: takes a line about a node.
         end: ends this node's ranks; called when a node has been silent for `lost_seconds`.
         notice_seconds: in which the silence of a node is noticed.
@@ -76,7 +76,7 @@ def heartbeats(
     left = threading.Event()
 
     def run() -> None:
-        while not has_started():
+        while not has_ranks():
             if left.wait(0.2):
                 return
         try:
@@ -88,7 +88,7 @@ def heartbeats(
         if meeting is None:
             return
         with meeting.socket:
-            _beat(launcher, meeting, left, say, end, notice_seconds, lost_seconds)
+            _beat(launcher, meeting, left, has_ranks, say, end, notice_seconds, lost_seconds)
 
     thread = threading.Thread(target=run, name="heartbeats", daemon=True)
     thread.start()
@@ -155,12 +155,13 @@ def _beat(
     launcher: Launcher,
     meeting: _Meeting,
     left: threading.Event,
+    has_ranks: Callable[[], bool],
     say: Callable[[str], None],
     end: Callable[[], None],
     notice_seconds: float,
     lost_seconds: float,
 ) -> None:
-    """Beats until the block is left."""
+    """Beats until the block is left. When the ranks of this node have ended, it is not missed any more."""
     state = Liveness(
         launcher.node,
         launcher.count,
@@ -190,7 +191,7 @@ def _beat(
                         state.hear(counters.unpack_from(message, _HEAD.size), time.monotonic())
 
     is_over, unheard_at = False, time.monotonic() + _UNHEARD_SECONDS
-    while not left.is_set():
+    while not left.is_set() and has_ranks():
         send(state.beat())
         listen(time.monotonic() + BEAT_SECONDS)
         now = time.monotonic()
@@ -209,7 +210,10 @@ def _beat(
                 " the last checkpoint, when the node is back or without it (--lost-after waits longer)"
             )
             end()
+    # The launcher waits for those of other nodes now, and has nothing to say of them. Its machine may be taken away.
     for _ in range(_FAREWELLS):
+        send(state.end())
+    while not left.wait(BEAT_SECONDS):
         send(state.end())
 
 

@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
+from accelerate_lshdp.runtime.launched_ranks import ranks_of_this_launcher
 from accelerate_lshdp.runtime.signal_thread import SignalThread
 
 
@@ -33,7 +34,7 @@ def pass_signals_on() -> None:
 
 def kill_ranks() -> None:
     """Ends the ranks of this launcher at once, which then ends with their failure."""
-    _send_to_children(signal.SIGKILL)
+    _send_to_ranks(signal.SIGKILL)
 
 
 def _leave_to_thread(number: int, frame: FrameType | None) -> None:
@@ -43,21 +44,21 @@ def _leave_to_thread(number: int, frame: FrameType | None) -> None:
 def _pass_on(number: int) -> None:
     if number not in (signal.SIGTERM, signal.SIGUSR1):
         return
-    if not _send_to_children(number) and number == signal.SIGTERM:
+    if not _send_to_ranks(number) and number == signal.SIGTERM:
         # Other nodes are waited for, in one call of C++.
         os._exit(_SIGNAL_BASE + number)
     if number == signal.SIGTERM:
-        timer = threading.Timer(STOP_SECONDS, _send_to_children, (signal.SIGKILL,))
+        timer = threading.Timer(STOP_SECONDS, _send_to_ranks, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
 
 
-def _send_to_children(number: int) -> int:
+def _send_to_ranks(number: int) -> int:
     """Sends a signal to all ranks; returns how many there are."""
     import psutil
 
-    children = psutil.Process().children()
-    for child in children:
+    ranks = ranks_of_this_launcher()
+    for rank in ranks:
         with suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
-    return len(children)
+            rank.send_signal(number)
+    return len(ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 
 
@@ -35,4 +36,7 @@ class SignalThread:
     def _listen(self) -> None:
         with self._hears:
             while received := self._hears.recv(1):
-                self._call(received[0])
+                try:
+                    self._call(received[0])
+                except Exception:  # a thread that ended here would leave this process deaf to signals
+                    traceback.print_exc()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from accelerate_lshdp.runtime.launched_ranks import living_ranks_beside
 from accelerate_lshdp.runtime.signal_thread import SignalThread
 
 
@@ -41,8 +42,7 @@ class StopRequests:
         self._before: dict[int, Any] = {}
         self._cleanup_watch: SignalThread | None = None
         if hasattr(os, "register_at_fork"):
-            # A pool of processes ends its members by SIGTERM, and would wait for ever for one that notes it.
-            os.register_at_fork(after_in_child=self.leave)
+            os.register_at_fork(after_in_child=self._leave_in_child)
 
     def watch(self, signals: Sequence[int] = STOP_SIGNALS) -> bool:
         """From now on signals are noted, instead of ending this process. Signals reach the main thread only.
@@ -69,6 +69,14 @@ class StopRequests:
             number, handler = self._before.popitem()
             # A handler that was not installed by Python cannot be put back by it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _leave_in_child(self) -> None:
+        """In a process that was forked from this one, such as a worker of a loader."""
+        if self._before:
+            # A pool of processes ends its members by SIGTERM, and would wait for ever for one that notes it.
+            self.leave()
+            # Some schedulers send this one to all processes of a job. It would end a worker, and with it the rank.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def forget(self) -> None:
         """Begins anew."""
@@ -105,24 +113,11 @@ def _cleanup_watch() -> SignalThread | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or not ranks.isdecimal() or int(ranks) < 2:
         return None
 
+    if living_ranks_beside(os.getppid()) is None:  # its parent is a program between it and the launcher
+        return None
+
     def look(number: int) -> None:
-        if number == signal.SIGTERM and _living_children(os.getppid()) < int(ranks):
+        if number == signal.SIGTERM and (living_ranks_beside(os.getppid()) or 0) < int(ranks):
             os.kill(os.getpid(), signal.SIGKILL)
 
     return SignalThread(look)
-
-
-def _living_children(pid: int) -> int:
-    import psutil
-
-    try:
-        children = psutil.Process(pid).children()
-    except psutil.NoSuchProcess:  # it has ended, and its ranks end with it
-        return 0
-    living = 0
-    for child in children:
-        try:
-            living += child.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            continue
-    return living

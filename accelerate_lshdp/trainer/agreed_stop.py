@@ -24,10 +24,21 @@ class AgreedStop(TrainerCallback):
 
     Args:
         accelerator: whose ranks agree.
+
+    Attributes:
+        managers: of the Trainer's own way, which may have got a signal before the training began.
     """
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
+        self.managers: list[Any] = []
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        requests = self._accelerator.session.stop_requests
+        if any(manager.is_checkpoint_requested for manager in self.managers) and not requests.received:
+            requests.received = int(signal.SIGTERM)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -64,6 +75,7 @@ def stopping_at_signals(trainer: Any) -> Iterator[None]:
     # In another thread than the main one nothing has begun, and a script's own `stop_on_signals` stays in force.
     watching = requests.watch()
     replaced = _leave_out_own_way(trainer) if watching else []
+    callback.managers = [manager for _, manager in replaced]
     try:
         yield
     finally:

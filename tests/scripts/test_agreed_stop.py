@@ -98,6 +98,24 @@ def test_the_trainers_own_way_is_agreed_on(workers: WorkerPools, tmp_path: Path)
     assert [rank[:2] for rank in found] == [(4, ["checkpoint-4"])] * 2
 
 
+def stop_before_training(folder: str) -> tuple[int, list[str]]:
+    """The signal comes when the Trainer has been made, and does not train yet."""
+    options = {"save_strategy": "no", "enable_jit_checkpoint": True}
+    trainer = make_trainer(own_folder(folder), EVEN, "gpt2", options, "ddp")
+    if os.environ["RANK"] == "1":
+        for callback in trainer.callback_handler.callbacks:
+            if getattr(callback, "jit_manager", None) is not None:
+                callback.jit_manager.kill_wait = 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    trainer.train()
+    return trainer.state.global_step, sorted(os.listdir(own_folder(folder)))
+
+
+def test_a_signal_before_the_training_is_not_lost(workers: WorkerPools, tmp_path: Path) -> None:
+    assert workers(2).run(stop_before_training, str(tmp_path), nodes=(1, 1)) == [(1, ["checkpoint-1"])] * 2
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "lsdp"])
 def test_a_signal_during_a_save_saves_once_more(workers: WorkerPools, tmp_path: Path, strategy: str) -> None:
     found = workers(2).run(save_and_stop, str(tmp_path), strategy, nodes=(1, 1))
@@ -193,16 +211,21 @@ child.start()
 time.sleep(0.2)
 child.terminate()
 child.join(10)
-print(child.exitcode, signal.getsignal(signal.SIGTERM) == of_process._note)
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1,))
+worker.start()
+time.sleep(0.2)
+os.kill(worker.pid, signal.SIGUSR1)
+worker.join(10)
+print(child.exitcode, worker.exitcode, signal.getsignal(signal.SIGTERM) == of_process._note)
 """
 
 
 def test_processes_that_are_forked_are_ended_by_signals() -> None:
-    """A pool ends its members by SIGTERM, and waits for them."""
+    """A pool ends its members by SIGTERM, and waits for them. SIGUSR1 would end a loader's worker, and so the rank."""
     ended = subprocess.run(
         [sys.executable, "-c", FORKED], env=base_environment(), capture_output=True, text=True, timeout=60
     )
-    assert ended.stdout.strip() == f"{-signal.SIGTERM} True", ended.stderr
+    assert ended.stdout.strip() == f"{-signal.SIGTERM} 0 True", ended.stderr
 
 
 class Evaluate(TrainerCallback):

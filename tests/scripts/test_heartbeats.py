@@ -36,6 +36,7 @@ while time.monotonic() - began < float(sys.argv[1]):
         optimizer.zero_grad()
         done = torch.tensor(float(time.monotonic() - began > float(sys.argv[1])))
         if accelerator.reduce(done) > 0:
+            time.sleep(8 if accelerator.is_main_process and sys.argv[1] == "2" else 0)
             sys.exit(0)
         time.sleep(0.02)
 """
@@ -106,6 +107,20 @@ def test_a_run_ends_when_a_node_stays_away(tmp_path: Path, launched: list[subpro
     send_to_all_of(launched[2], signal.SIGSTOP)
     assert [launcher.wait(60) for launcher in launched[:2]] == [137, 137], outputs(tmp_path)
     assert "node 2 has been silent for " in output(tmp_path, 0), outputs(tmp_path)
+
+
+def test_a_node_whose_ranks_have_ended_may_go(tmp_path: Path, launched: list[subprocess.Popen]) -> None:
+    """Its launcher waits for the others, and is taken away with its machine meanwhile."""
+    launched += start(tmp_path, 2, "--lost-after", "3", "--notice-after", "2")
+    # Rank 0 has something to do when all have trained.
+    deadline = time.monotonic() + 60
+    while psutil.Process(launched[2].pid).children() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)  # it has said so
+    launched[2].kill()
+    launched[2].wait()
+    assert launched[0].wait(60) == 0, outputs(tmp_path)
+    assert "heard of" not in output(tmp_path, 0), outputs(tmp_path)
 
 
 def test_a_run_that_ends_well_misses_nobody(tmp_path: Path, launched: list[subprocess.Popen]) -> None:
