@@ -49,7 +49,7 @@ class MachineAgent:
         self._command: StartedCommand | None = None
 
     def facts(self, *, files: Sequence[str], port: int | None) -> dict[str, Any]:
-        """As `read_facts` has them.
+        """The facts of this machine, as `read_facts` has them.
 
         Another process reads them: torch would hold a part of each GPU's memory in this one, as long as it lives.
         """
@@ -93,7 +93,7 @@ class MachineAgent:
         return {"port": listener.port}
 
     def probe(self, *, address: str, port: int, token: str, with_rate: bool) -> dict[str, Any]:
-        """As `probe_link` has them, the `LinkFigures` to a listener of another machine."""
+        """The `LinkFigures` of the way to a listener of another machine, by `probe_link`."""
         return asdict(probe_link(address, port, bytes.fromhex(token), with_rate=with_rate))
 
     def close_listeners(self) -> None:
@@ -147,7 +147,7 @@ class MachineAgent:
             self._command.signal(signal.Signals[name])
 
     def stop(self, *, seconds: float = STOP_SECONDS) -> None:
-        """Ends the command, if there is one; `StartedCommand.stop`."""
+        """Ends the command, if there is one, as `StartedCommand.stop` does."""
         if self._command is not None:
             self._command.stop(seconds)
 

@@ -86,6 +86,7 @@ def _of_machines(examination: Examination) -> Iterator[Finding]:
         yield from _of_devices(where, machine, facts)
         yield from _of_room(where, facts)
         if several and node in reachable:
+            assert machine.address is not None, "it can be reached"
             yield from _of_interface(where, machine, machine.address, facts)
         if facts.port_error is not None:
             port = examination.main_port
@@ -171,7 +172,7 @@ def _of_room(where: str, facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
-def _of_interface(where: str, machine: Machine, address: str | None, facts: MachineFacts) -> Iterator[Finding]:
+def _of_interface(where: str, machine: Machine, address: str, facts: MachineFacts) -> Iterator[Finding]:
     """Whether ranks would listen where the other machines look for them."""
     wanted = machine.host.interface
     if wanted is not None and wanted not in facts.interfaces:
@@ -181,7 +182,7 @@ def _of_interface(where: str, machine: Machine, address: str | None, facts: Mach
             f"Correct interface: in the file, or bring it up: sudo ip link set {wanted} up",
         )
         return
-    interface = wanted or facts.interface_of(address or "")
+    interface = wanted or facts.interface_of(address)
     if interface is None:
         own = [each for name, each in facts.interfaces.items() if name != "lo"]
         listed = ", ".join(each for addresses in own for each in addresses) or "none"
@@ -238,12 +239,6 @@ def _of_differences(examination: Examination) -> Iterator[Finding]:
                 f"found Python {facts.python}, expected {model.python} {as_there}",
                 f"Make an environment of Python {model.python.rsplit('.', 1)[0]} there, and name it in the file"
                 " (python: PATH)",
-            )
-        if facts.package != model.package:
-            yield Finding(
-                where,
-                f"found accelerate_lshdp {facts.package}, expected {model.package} {as_there}",
-                f"Install there: {facts.executable} -m pip install accelerate-lshdp=={model.package}",
             )
         wrong = {
             name: model.packages[name]

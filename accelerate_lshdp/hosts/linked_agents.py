@@ -18,7 +18,7 @@ class OwnAgent:
         self._agent = MachineAgent()
 
     def ask(self, request: str, timeout: float, **arguments: Any) -> Any:
-        """As `HostConnection.ask`; it takes as long as it takes."""
+        """What this machine's agent answers, as `HostConnection.ask`; it takes as long as it takes."""
         return result_of(answer(self._agent, {"request": request, "arguments": arguments}), request)
 
 
@@ -34,7 +34,7 @@ class LinkedAgent:
         self._number = 0
 
     def ask(self, request: str, timeout: float, **arguments: Any) -> Any:
-        """As `HostConnection.ask`."""
+        """What the other machine's agent answers, as `HostConnection.ask`."""
         self._number += 1
         deadline = time.monotonic() + timeout
         try:

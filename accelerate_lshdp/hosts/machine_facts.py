@@ -20,7 +20,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from accelerate_lshdp import __version__
 from accelerate_lshdp.runtime.listening import listen_everywhere
 
 
@@ -54,16 +53,13 @@ class MachineFacts:
 
     Args:
         host_name: the machine's own name.
-        system: its kernel's name and processor type, such as "Linux x86_64".
         python: version of the interpreter.
         executable: path of the interpreter.
-        package: version of accelerate_lshdp.
         packages: version of each of `PACKAGES`; None: not installed.
         torch_error: why torch cannot be imported; None: it can.
         devices: that torch finds.
         cores: that processes may use.
         memory_bytes: of the host.
-        available_bytes: of it, what processes could get now.
         shared_bytes: free space in /dev/shm, through which the workers of a loader hand batches over.
         folder: where commands run, as an absolute path.
         folder_error: why it cannot be written to; None: it can.
@@ -78,16 +74,13 @@ class MachineFacts:
     """
 
     host_name: str
-    system: str
     python: str
     executable: str
-    package: str
     packages: dict[str, str | None]
     torch_error: str | None
     devices: tuple[Device, ...]
     cores: int
     memory_bytes: int
-    available_bytes: int
     shared_bytes: int | None
     folder: str
     folder_error: str | None
@@ -121,21 +114,17 @@ def read_facts(files: Sequence[str] = (), port: int | None = None) -> MachineFac
     torch_error, devices = _devices()
     folder = os.getcwd()
     folder_error, free_bytes = _room(folder)
-    memory = psutil.virtual_memory()
     interfaces, own = _interfaces(), _own_name_address()
     named = {name: os.environ[name] for name in (GLOO_VARIABLE, NCCL_VARIABLE) if os.environ.get(name)}
     return MachineFacts(
         host_name=socket.gethostname(),
-        system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         executable=sys.executable,
-        package=__version__,
         packages={name: _version(name) for name in PACKAGES},
         torch_error=torch_error,
         devices=devices,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        memory_bytes=psutil.virtual_memory().total,
         shared_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
         folder=folder,
         folder_error=folder_error,

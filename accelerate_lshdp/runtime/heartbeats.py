@@ -201,7 +201,7 @@ def _beat(
             unheard_at = None
             if state.unheard():
                 names = ", ".join(f"node {node} ({meeting.addresses[node][0]})" for node in state.unheard())
-                say(f"nothing is heard of {names} by UDP; so its loss is not noticed. Let UDP through the firewalls")
+                say(f"nothing is heard of {names} by UDP, so its loss is not noticed. Let UDP through the firewalls")
         longest = state.longest_silence(now)
         if longest is not None and 0 < lost_seconds < longest[1] and not is_over:
             is_over = True

@@ -13,8 +13,8 @@ from accelerate_lshdp.runtime.launched_ranks import ranks_of_this_launcher
 from accelerate_lshdp.runtime.signal_thread import SignalThread
 
 
-#: Seconds that ranks have after SIGTERM, as torch's launcher gives them.
-STOP_SECONDS = 30.0
+#: Seconds that ranks have between SIGTERM and SIGKILL, as torch's launcher gives them.
+RANK_SECONDS = 30.0
 _SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
 
 
@@ -23,7 +23,7 @@ def pass_signals_on() -> None:
 
     torch's launcher would end by itself upon SIGTERM, and the launchers of other nodes would wait minutes for it when
     their ranks have ended well. Ranks that know nothing of SIGTERM end by it; those that are still there after
-    `STOP_SECONDS` are killed. Without ranks it ends this process. Nothing on systems that have no such signals.
+    `RANK_SECONDS` are killed. Without ranks it ends this process. Nothing on systems that have no such signals.
     """
     if not hasattr(signal, "SIGUSR1"):
         return
@@ -48,7 +48,7 @@ def _pass_on(number: int) -> None:
         # Other nodes are waited for, in one call of C++.
         os._exit(_SIGNAL_BASE + number)
     if number == signal.SIGTERM:
-        timer = threading.Timer(STOP_SECONDS, _send_to_ranks, (signal.SIGKILL,))
+        timer = threading.Timer(RANK_SECONDS, _send_to_ranks, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
 

@@ -104,7 +104,7 @@ of_process = StopRequests()
 
 
 def _cleanup_watch() -> SignalThread | None:
-    """Ends this rank when its launcher ends all of them because one has failed; None: it has no others beside it.
+    """A thread that ends this rank when its launcher ends all of them because one has failed; None: it is alone.
 
     torch's launcher does that by SIGTERM, and by SIGKILL half a minute later. A rank that only notes the first, or
     waits in a collective for the one that has failed, would hold the launcher up for so long.
@@ -112,7 +112,6 @@ def _cleanup_watch() -> SignalThread | None:
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if "TORCHELASTIC_RUN_ID" not in os.environ or not ranks.isdecimal() or int(ranks) < 2:
         return None
-
     if living_ranks_beside(os.getppid()) is None:  # its parent is a program between it and the launcher
         return None
 

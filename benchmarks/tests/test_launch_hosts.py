@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from emulated_machines import Machines, emulated_machines
+from endless_trainer import TRAINER
 from laboratory.emulated_cluster import EmulatedCluster
 from laboratory.emulated_cluster.debian_tools import DebianTools
 
@@ -68,17 +69,6 @@ import torch
 def make_model():
     torch.manual_seed(1)
     return torch.nn.Linear(4, 3)
-"""
-TRAINER = """
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-rows = [{"input_ids": torch.arange(8) + i % 9, "labels": torch.arange(8) + i % 9} for i in range(64)]
-options = {"output_dir": "out", "num_train_epochs": 10000, "save_steps": 10**6, "logging_steps": 5}
-args = TrainingArguments(**options, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
-Trainer(model, args, train_dataset=rows).train()
-print("training has ended", flush=True)
 """
 MEASURED = """
 import torch
@@ -242,9 +232,10 @@ def test_a_signal_lets_all_machines_save_the_same_step(machines: Machines, numbe
     # A launcher that is told to end says so; its ranks have ended well.
     assert process.returncode == (0 if number == signal.SIGUSR1 else 128 + number), output
     assert output.count("training has ended") == COUNT, output
-    names = [sorted(path.name for path in (machines.own_folder(node) / "out").iterdir()) for node in range(COUNT)]
+    outputs = [machines.own_folder(node) / f"out{node}" for node in range(COUNT)]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in outputs]
     assert len(names[0]) == 1 and names[0] == names[1] and names[0][0].startswith("checkpoint-"), names
-    folders = [search(machines.own_folder(node) / "out" / names[0][0]) for node in range(COUNT)]
+    folders = [search(folder / names[0][0]) for folder in outputs]
     assert all(len(found) == 1 and verify(found[0].path, found[0].manifest) is None for found in folders), folders
 
 

@@ -15,8 +15,15 @@ pytestmark = [
 STEPS, MICRO_BATCHES = 3, 3
 
 
-@pytest.mark.parametrize("nodes", [(1, 1), (2,)], ids=str)
-@pytest.mark.parametrize("is_short", [False, True], ids=["fits", "does not fit"])
+@pytest.mark.parametrize(
+    ("nodes", "is_short"),
+    [
+        pytest.param((2,), False, id="fits-(2,)"),
+        pytest.param((1, 1), True, id="does not fit-(1, 1)"),
+        pytest.param((1, 1), False, id="fits-(1, 1)", marks=pytest.mark.slow),
+        pytest.param((2,), True, id="does not fit-(2,)", marks=pytest.mark.slow),
+    ],
+)
 def test_one_gradient_a_step_travels_where_it_fits(
     on_device: Callable[..., list], nodes: tuple[int, ...], is_short: bool
 ) -> None:
@@ -29,8 +36,16 @@ def test_one_gradient_a_step_travels_where_it_fits(
         assert copied == pytest.approx(gradients, abs=0.1)
 
 
-@pytest.mark.parametrize("model", ["Plain", "OnStreams"])
-@pytest.mark.parametrize("nodes", [(1,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "model"),
+    [
+        ((1,), "OnStreams"),
+        ((1, 1), "Plain"),
+        pytest.param((1,), "Plain", marks=pytest.mark.slow),
+        pytest.param((1, 1), "OnStreams", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bf16_has_the_bits_of_gradients_that_were_on_the_device_all_along(
     on_device: Callable[..., list], nodes: tuple[int, ...], model: str
 ) -> None:

@@ -67,7 +67,7 @@ def test_the_accelerator_trains_as_one_process(on_device: Callable[..., list], s
 
 @pytest.mark.parametrize(
     ("nodes", "accumulation"),
-    [((2,), 1), ((2,), 2), pytest.param((1, 1), 1, marks=pytest.mark.slow)],
+    [((2,), 2), *(pytest.param(nodes, 1, marks=pytest.mark.slow) for nodes in ((2,), (1, 1)))],
     ids=str,
 )
 def test_a_run_goes_on_with_the_same_bits(
@@ -110,8 +110,10 @@ def test_evaluations_and_closing_have_the_weights_of_the_last_step(on_device: Ca
 
 @pytest.mark.parametrize(
     ("strategy", "delays"),
-    [("ddp", {"collective_delay": 1.0}), ("lsdp", {"to_host": 5e4})],
-    ids=["collectives", "copies to the host"],
+    [
+        pytest.param("ddp", {"collective_delay": 1.0}, id="collectives", marks=pytest.mark.slow),
+        pytest.param("lsdp", {"to_host": 5e4}, id="copies to the host"),
+    ],
 )
 def test_what_a_device_waits_for_is_no_computing(
     on_device: Callable[..., list], strategy: str, delays: dict[str, float]

@@ -64,7 +64,7 @@ def test_nodes_train_as_one_process(
     "options",
     [
         {"accumulation": 3},
-        {"accumulation": 3, "drops": True},
+        pytest.param({"accumulation": 3, "drops": True}, marks=pytest.mark.slow),
         {"accumulation": 3, "model": "SideEnds"},
         {"pairs": True},
         {"pairs": True, "model": "OwnLossApart"},

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from endless_trainer import TRAINER
 from launching import LOOPBACK, base_environment, free_port
 
 
@@ -25,17 +26,6 @@ import os, sys
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 sys.stdout.write(f"rank {accelerator.process_index} of {accelerator.num_processes}, {sys.argv[1:]}\\n")
-"""
-TRAINER = """
-import os, torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-rows = [{"input_ids": torch.arange(8) + i % 9, "labels": torch.arange(8) + i % 9} for i in range(64)]
-out = f"out{os.environ['GROUP_RANK']}"
-options = {"output_dir": out, "num_train_epochs": 10000, "save_steps": 10**6, "logging_steps": 5}
-args = TrainingArguments(**options, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2))
-Trainer(model, args, train_dataset=rows).train()
 """
 # `srun` of two nodes of one task: both run here, signals go to both, and the first failure ends the other one.
 SRUN = """\
