@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelerate_lshdp.cli.accelerate_launch import accelerate_launch
 from accelerate_lshdp.cli.config import (
     DEFAULT_PORT,
     add_layout_arguments,
@@ -38,15 +39,12 @@ from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, repor
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
 from accelerate_lshdp.hosts.script_files import code_beside, from_here
 from accelerate_lshdp.runtime.option_advice import variable_of
-from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
-from accelerate_lshdp.runtime.passed_signals import pass_signals_on
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
 
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
 
-_SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
 _EPILOG = """\
 examples:
   accelerate-lshdp launch --auto train.py --epochs 3                        no plan: the run finds the batch sizes, one
@@ -123,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Launches this node's processes and waits for them.
 
     Returns:
-        The exit code of the script on this node: of the process that failed first, 128 + n if signal n ended it.
+        The exit code of the script on this node: of the process whose failure is the cause of the others', 128 + n if
+        signal n ended it; `FOLLOWS_ANOTHER` if the cause is on another node.
     """
     check_hosts_arguments(arguments)
     plan = _plan(arguments)
@@ -162,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
             stack.enter_context(noticing_lost_nodes(arguments, meeting))
         # accelerate starts the shim as a module, which runs the script with its Accelerator replaced by ours.
         shim = ["-m", "accelerate_lshdp.run", *(["-m"] if arguments.module else [])]
-        return _accelerate_launch(
+        return accelerate_launch(
             ["--config_file", str(config_file), *overrides, *shim, arguments.script, *arguments.script_args]
         )
 
@@ -365,36 +364,3 @@ def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Names
     if plan is not None and plan.cluster is not None:
         addresses = [node.address for node in plan.cluster.nodes]
     return Meeting(config.machine_rank, (address, *addresses[1:]), address, int(port))
-
-
-def _accelerate_launch(argv: list[str]) -> int:
-    """Runs ``accelerate launch`` in this process, where exceptions hold the script's exit code; returns that code."""
-    from subprocess import CalledProcessError
-
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    end_with_launcher()  # where another command has started this one
-    # Ranks end with this process, also when it is killed and cannot end them.
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-    pass_signals_on()
-    try:
-        # torch makes a folder for logs that we do not ask for, and leaves it behind.
-        arguments = launch_command_parser().parse_args(["--log_dir", os.devnull, *argv])
-        # Not SIGTERM, which is passed on: torch's launcher would end by itself, and those of other nodes wait for it.
-        arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # accelerate has no flag for it, but hands it on
-        launch_command(arguments)
-    except ChildFailedError as error:  # several ranks; the first failure is the cause, others follow from it
-        print(error, file=sys.stderr)
-        return _shell_code(error.get_first_failure()[1].exitcode)
-    except CalledProcessError as error:  # a single rank
-        return _shell_code(error.returncode)
-    except SignalException as ended:
-        return _SIGNAL_BASE + int(ended.sigval)
-    return 0
-
-
-def _shell_code(returncode: int) -> int:
-    """The exit code as a shell has it, from Python's return code (negative: ended by that signal)."""
-    return returncode if returncode >= 0 else _SIGNAL_BASE - returncode

@@ -20,6 +20,7 @@ from accelerate_lshdp.runtime.launched_ranks import ranks_of_this_launcher
 
 #: Seconds between two lines.
 EVERY_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,13 @@ def report_waiting(
 
     def report() -> None:
         began = time.monotonic()
-        while not left.wait(every) and not is_over():
-            line = meeting.describe(meeting.connected(), time.monotonic() - began)
-            print(f"accelerate-lshdp {command}: {line}", file=stream or sys.stderr, flush=True)
+        due = began + every
+        # Looked at more often than told: what was over for a moment only, as ranks that fail soon, was over.
+        while not left.wait(min(every, _LOOK_SECONDS)) and not is_over():
+            if time.monotonic() >= due:
+                due += every
+                line = meeting.describe(meeting.connected(), time.monotonic() - began)
+                print(f"accelerate-lshdp {command}: {line}", file=stream or sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="waits", daemon=True)
     thread.start()

@@ -16,6 +16,7 @@ from typing import Any
 
 from accelerate_lshdp.hosts.connection import HostConnection, HostError
 from accelerate_lshdp.hosts.started_command import SAVE_SECONDS, STOP_SECONDS
+from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER
 
 
 #: Seconds that the other machines have, after one has failed, to say what they saw of it.
@@ -57,7 +58,8 @@ def run_on_hosts(
         say: tells whoever waits what has happened.
 
     Returns:
-        0, or the exit code of the machine that failed first.
+        0, or the exit code of the machine that failed first; of those that ended because they lost another one's rank,
+        which may be noticed sooner, only where no other failed.
 
     Raises:
         HostError: a command could not be started.
@@ -101,7 +103,6 @@ def _follow(
 ) -> int:
     """Shows what the machines print until all have ended, or one has failed; returns the exit code."""
     codes: dict[int, int] = {}
-    failure: int | None = None
     deadline: float | None = None
     while len(codes) < len(connections):
         try:
@@ -119,13 +120,19 @@ def _follow(
         if node in codes:  # an agent whose command had ended
             continue
         codes[node] = event.get("code", LOST_CODE)
-        if codes[node] and failure is None:
-            failure, deadline = codes[node], time.monotonic() + FAILURE_SECONDS
-            what = f"ended with code {failure}" if "code" in event else f"was lost: {event['error']}"
-            others = [f"node {each}" for each in range(len(connections)) if each not in codes]
-            ending = f"; {', '.join(others)} will be ended" if others else ""
-            say(f"node {node} {what}{ending}")
-    return failure or 0
+        if not codes[node]:
+            continue
+        if codes[node] == FOLLOWS_ANOTHER:
+            what = "lost another rank"
+        else:
+            what = f"ended with code {codes[node]}" if "code" in event else f"was lost: {event['error']}"
+        others = [f"node {each}" for each in range(len(connections)) if each not in codes]
+        ending = f"; {', '.join(others)} will be ended" if others and deadline is None else ""
+        say(f"node {node} {what}{ending}")
+        if deadline is None:
+            deadline = time.monotonic() + FAILURE_SECONDS
+    failures = [code for code in codes.values() if code]  # in the order in which they came
+    return next((code for code in failures if code != FOLLOWS_ANOTHER), failures[0] if failures else 0)
 
 
 @contextmanager

@@ -32,6 +32,10 @@ _LATE_TEXT = (
 )
 
 
+#: The exit code of a rank that ends because it has lost another one; sysexits.h calls it a failure of a protocol.
+FOLLOWS_ANOTHER = 76
+
+
 class CommunicationError(RuntimeError):
     """Another rank has ended, cannot be reached or did not answer within the time-out of the process group.
 
@@ -49,6 +53,24 @@ def failures_explained() -> Iterator[None]:
         if explanation is None:
             raise
         raise CommunicationError(f"{explanation}. (torch says: {error})") from error
+
+
+def follows_another(error: BaseException) -> bool:
+    """Whether an error of this rank comes from the loss of another one, in which case that one's error says why."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:  # a script may have made a circle
+        if isinstance(link, CommunicationError) or _is_of_a_collective(link):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error is one of torch's own for a peer that is gone, from a collective that nobody explains."""
+    is_of_torch = type(error).__module__.startswith("torch.distributed") or "gloo/transport" in str(error)
+    return isinstance(error, RuntimeError) and is_of_torch and _explanation(error) is not None
 
 
 def _explanation(error: RuntimeError) -> str | None:

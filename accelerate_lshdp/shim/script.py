@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: what follows ``-m accelerate_lshdp.run``; default: ``sys.argv[1:]``.
 
     Raises:
-        SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on.
+        SystemExit: 2 for a plan or a script that cannot be read and for another engine that is switched on; 76 where
+            another rank was lost, and the script's error comes from it.
         BaseException: what the script raises.
     """
     end_with_launcher()
@@ -69,9 +70,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             _run_file(arguments.script, arguments.script_args)
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as error:
         _hide_own_frames()
-        raise
+        from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER, follows_another
+
+        if not follows_another(error):
+            raise
+        # As the interpreter would show it; its code tells launchers that another rank's failure is the cause.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(FOLLOWS_ANOTHER)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

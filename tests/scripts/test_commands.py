@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from launching import LaunchedProcesses, _run_together, free_port
 
 from accelerate_lshdp import Plan, __version__
-from accelerate_lshdp.cli import launch
+from accelerate_lshdp.cli import accelerate_launch, launch
 from accelerate_lshdp.cli.config import Layout, check_with_accelerate
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.documents.plan import Cluster, Node
@@ -208,7 +208,7 @@ def test_mistakes_are_one_line_and_start_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: pytest.fail(f"launched {argv}"))
+    monkeypatch.setattr(launch, "accelerate_launch", lambda argv: pytest.fail(f"launched {argv}"))
     Path("script.py").write_text("print('ran')")
     Plan.equal().save("equal.json")
     Plan.from_batch_sizes([4, 2, 2]).save("three.json")
@@ -386,13 +386,13 @@ def test_launch_of_a_module_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_codes_of_signals_are_the_shells() -> None:
-    assert [launch._shell_code(code) for code in (0, 3, -9)] == [0, 3, 137]
+    assert [accelerate_launch._shell_code(code) for code in (0, 3, -9)] == [0, 3, 137]
 
 
 def test_launch_prepares_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: started.append(argv) or 7)
+    monkeypatch.setattr(launch, "accelerate_launch", lambda argv: started.append(argv) or 7)
     monkeypatch.setattr(launch, "node_cores", lambda: 12)
     monkeypatch.setattr(launch, "local_device", lambda: "gpu")
     for name in ("OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
@@ -423,7 +423,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What `accelerate launch` would have been given, in a folder with a script and without a plan."""
     launches: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_accelerate_launch", lambda argv: launches.append(argv) or 0)
+    monkeypatch.setattr(launch, "accelerate_launch", lambda argv: launches.append(argv) or 0)
     for name in ("ACCELERATE_LSHDP_PLAN", "LSDP_STRATEGY", "LSDP_COMMUNICATION_DTYPE", "LSDP_KEEP_PLAN_TOTAL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("LSDP_PLACEMENT", raising=False)

@@ -200,6 +200,15 @@ def test_waits_are_told_until_they_are_over() -> None:
     assert all(line.startswith("accelerate-lshdp launch: node 1 has waited 0 s for node 0") for line in lines)
 
 
+def test_ranks_that_were_there_for_a_moment_are_not_waited_for() -> None:
+    """A launcher whose ranks have failed within ten seconds has met the others."""
+    told, looks = io.StringIO(), iter([False, True])
+    meeting = Meeting(1, ("127.0.0.1", None), "127.0.0.1", free_port())
+    with report_waiting(meeting, lambda: next(looks), every=1.2, stream=told):
+        time.sleep(1.5)
+    assert told.getvalue() == ""
+
+
 @pytest.mark.slow
 def test_both_nodes_of_a_launch_tell_for_whom_they_wait(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trained')\n")

@@ -109,3 +109,28 @@ def test_a_failure_does_not_wait_for_ranks_that_note_signals(tmp_path: Path) -> 
         assert time.monotonic() - began < 25, outputs(tmp_path)
     finally:
         launcher.kill()
+
+
+LEAVING = """
+import os, sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+if os.environ["RANK"] == "1":
+    print("leaves", flush=True)
+    sys.exit(7)
+while True:
+    accelerator.reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_loses_another_says_so_with_its_code(tmp_path: Path) -> None:
+    launchers = start_launchers(tmp_path, "1,1", LEAVING)
+    try:
+        assert [launcher.wait(90) for launcher in launchers] == [76, 7], outputs(tmp_path)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert "The output of the rank that ended first says why" in outputs(tmp_path)
+    assert outputs(tmp_path).count("SystemExit") == 0

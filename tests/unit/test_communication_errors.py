@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.failures import CommunicationError, failures_explained
+from accelerate_lshdp.runtime.failures import CommunicationError, failures_explained, follows_another
 from accelerate_lshdp.runtime.groups import ProcessGroups, new_group, world_timeout
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -69,3 +69,31 @@ def test_other_errors_are_left_alone(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, failures_explained():
         raise error
     assert caught.value is error
+
+
+def raised(raises: Callable[[], None]) -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        raises()
+    return caught.value
+
+
+def test_failures_that_follow_from_a_lost_rank_are_known() -> None:
+    def of_a_script() -> None:
+        try:
+            raise CommunicationError("lost")
+        except CommunicationError:
+            raise RuntimeError("could not log this step")  # noqa: B904: as scripts do
+
+    def unexplained() -> None:
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    def own() -> None:
+        raise RuntimeError("the connection to the tracker timed out")
+
+    assert follows_another(CommunicationError("lost"))
+    assert follows_another(raised(of_a_script)) and follows_another(raised(unexplained))
+    assert not follows_another(raised(own))
+    circle = ValueError("first")
+    circle.__cause__ = ValueError("second")
+    circle.__cause__.__cause__ = circle
+    assert not follows_another(circle)

@@ -120,7 +120,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     root = MeasuredUnit(("",), 10**7, 10**7, 0, 0, 0, 10**7)
     measured = MeasuredModel("a model", ModelUnits(units, root, 0), ((3000, 3000),) * 10, 6e10)
     monkeypatch.setattr("accelerate_lshdp.cli.main.make_parser", _parser)
-    monkeypatch.setattr("accelerate_lshdp.cli.launch._accelerate_launch", stop)
+    monkeypatch.setattr("accelerate_lshdp.cli.launch.accelerate_launch", stop)
     monkeypatch.setattr("accelerate_lshdp.cli.bench_nodes.compare_on_nodes", stop)
     monkeypatch.setattr("laboratory.bench.run_benchmark", stop)
     monkeypatch.setattr("accelerate_lshdp.estimation.model_measurement.measure_config", lambda *_, **__: measured)
