@@ -24,6 +24,7 @@
 #include "aliases.h"
 #include "copies.h"
 #include "metadata.h"
+#include "shape_cache.h"
 #include "work.h"
 
 namespace emulated {
@@ -138,33 +139,47 @@ bool depends_on_data(const c10::OperatorHandle& op) {
       !returns_tensors_only(op.schema());
 }
 
-// Finds the shapes of the results, and resizes what they are to be written to; false: they are not known yet.
-bool infer_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& arguments, Stack& results) {
+// The shapes of the results, by tensors without data.
+Shapes find_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& arguments) {
+  Shapes shapes;
   if (depends_on_data(op) || op.hasTag(at::Tag::nondeterministic_seeded)) {
-    return false;
+    return shapes;
   }
   // In low precision the kernel of the CPU has statistics of another type than torch says that devices have.
   if (op.operator_name().name == "aten::native_layer_norm" && arguments[0].toTensor().itemsize() == 2) {
-    return false;
+    return shapes;
   }
   for (const IValue& argument : arguments) {
-    results.push_back(with_tensors(argument, c10::kMeta, [](const Tensor& tensor) {
+    shapes.arguments.push_back(with_tensors(argument, c10::kMeta, [](const Tensor& tensor) {
       const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(c10::kMeta);
       return is_on_device(tensor) ? at::empty_strided(tensor.sizes(), tensor.strides(), options) : tensor;
     }));
   }
-  const std::vector<IValue> shapes(results.begin(), results.end());
+  Stack call(shapes.arguments);
   try {
-    op.callBoxed(&results);
+    op.callBoxed(&call);
   } catch (const c10::Error&) {
     // It may also be wrong: then its CPU kernel says so, in words that are about what the program does.
-    return false;
+    return shapes;
   } catch (const std::exception&) {
     const PyGILState_STATE state = PyGILState_Ensure(); // shapes of some operators are found by Python
     PyErr_Clear();
     PyGILState_Release(state);
-    return false;
+    return shapes;
   }
+  shapes.are_known = true;
+  shapes.results = call;
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    if (!writes(op.schema().arguments()[index])) {
+      shapes.arguments[index] = IValue(); // not kept: it may be a tensor of the program
+    }
+  }
+  return shapes;
+}
+
+// Resizes what an operator is to write its results to.
+void resize_written(
+    const c10::OperatorHandle& op, const std::vector<IValue>& arguments, const std::vector<IValue>& shapes) {
   for (size_t index = 0; index < arguments.size(); ++index) {
     if (writes(op.schema().arguments()[index]) && arguments[index].isTensor()) {
       const Tensor tensor = arguments[index].toTensor();
@@ -174,7 +189,6 @@ bool infer_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& argu
       }
     }
   }
-  return true;
 }
 
 void run_kernel(const c10::OperatorHandle& op, Stack* stack) {
@@ -307,12 +321,14 @@ void on_device(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   refuse_mixed_devices(schema, arguments);
-  Stack shapes;
-  const bool are_known = infer_shapes(op, arguments, shapes);
-  // After the shapes were found: what is written to may have been resized then.
-  Call call(op, arguments);
-  if (are_known) {
-    queue_operator(std::move(call), shapes, stack);
+  static ShapeCache cache;
+  const Shapes shapes = cache.of(op, arguments, [&] { return find_shapes(op, arguments); });
+  if (shapes.are_known) {
+    resize_written(op, arguments, shapes.arguments);
+  }
+  Call call(op, arguments); // with memory of what was resized
+  if (shapes.are_known) {
+    queue_operator(std::move(call), shapes.results, stack);
   } else {
     run_operator(call, stack);
   }
