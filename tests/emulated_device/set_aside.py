@@ -26,7 +26,7 @@ from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 DEPTH = 8
-STEPS = 3
+STEPS = 2
 #: The first block is the last one of a backward: a rank that gathers it may wait there for the others.
 BESIDE_GATHERED = ModelPlacement(
     {"blocks.0": UnitPlacement(UnitStore.WORLD), "": UnitPlacement(UnitStore.WORLD)}, UnitPlacement(UnitStore.HOST)
