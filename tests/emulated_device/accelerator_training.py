@@ -142,7 +142,7 @@ def statistics(strategy: str, delays: dict[str, float]) -> tuple[float, float]:
     """The seconds that this rank has computed and waited, where the device takes long for what is given."""
     on_emulated_device()
     case = CASES["vit"]
-    run = prepared(Plan.from_batch_sizes((2, 2), strategy=strategy), case.model(2), case.dataset(24, torch.float32))
+    run = prepared(Plan.from_batch_sizes((2, 2), strategy=strategy), case.model(2), case.dataset(12, torch.float32))
     accelerator, model, optimizer, loader = run
     device.configure(**delays)
     for own in loader:

@@ -65,9 +65,9 @@ def test_nodes_train_as_one_process(
     [
         {"accumulation": 3},
         pytest.param({"accumulation": 3, "drops": True}, marks=pytest.mark.slow),
-        {"accumulation": 3, "model": "SideEnds"},
+        pytest.param({"accumulation": 3, "model": "SideEnds"}, marks=pytest.mark.slow),
         {"pairs": True},
-        {"pairs": True, "model": "OwnLossApart"},
+        pytest.param({"pairs": True, "model": "OwnLossApart"}, marks=pytest.mark.slow),
         {"evaluates": True},
         {"slices": 13},
         {"dtype": "float32", "model": "Tied"},
