@@ -1,0 +1,128 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`MembershipLink`: a `Membership` on a socket, in a thread of its own, and what the main thread sees of it."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from accelerate_lshdp.runtime.membership.generation import Generation, Member
+from accelerate_lshdp.runtime.membership.membership import Membership
+from accelerate_lshdp.runtime.membership.message import MESSAGE_BYTES, Message
+
+
+_LOOK_SECONDS = 0.05
+#: How often a launcher that leaves says so: one of the messages will arrive.
+_FAREWELLS = 5
+
+
+@dataclass(frozen=True)
+class View:
+    """What is known at a moment.
+
+    Args:
+        generation: the newest.
+        node: that this launcher is in it; None: none.
+        silent: seconds for which members have not been heard of.
+        leaving: identities of launchers that were told to end.
+        foreign: machines whose launchers are of another run.
+        heard: other launchers of the run that are there, members or not.
+        has_quorum: whether the members that are there may decide.
+        failure: a launcher on which the script has failed, and its exit code.
+        has_ended: whether the training has ended on some member.
+        ended_before: whether it had before this generation, whose ranks have nothing to do then.
+    """
+
+    generation: Generation
+    node: int | None
+    silent: dict[Member, float]
+    leaving: frozenset[tuple[str, str]]
+    foreign: list[str]
+    heard: int
+    has_quorum: bool
+    failure: tuple[Member, int] | None
+    has_ended: bool
+    ended_before: bool
+
+
+class MembershipLink:
+    """Sends and receives what a membership says and hears.
+
+    Args:
+        membership: of this launcher.
+        bound: a UDP socket, bound to the address that the others know; closed at the end.
+    """
+
+    def __init__(self, membership: Membership, bound: socket.socket) -> None:
+        self._membership = membership
+        self._socket = bound
+        self._lock = threading.Lock()
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def __enter__(self) -> MembershipLink:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self._thread.join()
+        for _ in range(_FAREWELLS):
+            with self._lock:
+                messages = self._membership.farewell(time.monotonic())
+            self._send(messages)
+            time.sleep(_LOOK_SECONDS)
+        self._socket.close()
+
+    @contextmanager
+    def changing(self) -> Iterator[Membership]:
+        """The membership, for as long as the block runs."""
+        with self._lock:
+            yield self._membership
+
+    def view(self) -> View:
+        """What is known now."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._membership
+            return View(
+                known.generation,
+                known.node,
+                known.silent(now),
+                known.leaving,
+                known.foreign(now),
+                known.launchers_heard(now),
+                known.has_quorum(now),
+                known.failure(),
+                known.has_ended,
+                known.ended_before,
+            )
+
+    def _run(self) -> None:
+        while not self._left.is_set():
+            with self._lock:
+                messages = self._membership.tick(time.monotonic())
+            self._send(messages)
+            self._receive(time.monotonic() + _LOOK_SECONDS)
+
+    def _send(self, messages: list[tuple[tuple[str, int], Message]]) -> None:
+        data: dict[int, bytes] = {}
+        for address, message in messages:
+            text = data.setdefault(id(message), message.to_bytes())
+            with suppress(OSError):  # of a way that is down: the other one hears nothing, which is the point
+                self._socket.sendto(text, address)
+
+    def _receive(self, until: float) -> None:
+        while (seconds := until - time.monotonic()) > 0:
+            if not select.select([self._socket], [], [], seconds)[0]:
+                return
+            with suppress(OSError):  # an error that an earlier datagram met
+                message = Message.from_bytes(self._socket.recvfrom(MESSAGE_BYTES)[0])
+                if message is not None:
+                    with self._lock:
+                        self._membership.hear(message, time.monotonic())

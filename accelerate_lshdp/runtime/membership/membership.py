@@ -1,0 +1,386 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""`Membership`: what one launcher knows of an elastic run, and how it and the others come to the next generation.
+
+A generation changes when a member is silent, is told to leave or has lost its ranks, and when a launcher that is none
+is ready to join. The first member that is there proposes the next generation; the others do if it does not. What a
+quorum of the present one has accepted is decided (`Decree`). A launcher that hears of a newer generation takes it
+over: if it is in there, it trains in it; if not, it was thought to be lost, and what it did since counts for nothing.
+
+No sockets and no clock: the caller delivers messages and says what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from accelerate_lshdp.runtime.membership.decree import Decree, Vote
+from accelerate_lshdp.runtime.membership.generation import NOBODY, Generation, Member, at_port
+from accelerate_lshdp.runtime.membership.message import LARGEST, Message, Status
+
+
+#: Seconds between two messages while nothing changes, and while something does.
+BEAT_SECONDS, QUICK_BEAT_SECONDS = 0.5, 0.1
+#: Seconds for which a launcher that has joined is waited for, so that several that come together come in one change.
+TOGETHER_SECONDS = 1.0
+#: Seconds for which a launcher that leaves is still a member.
+GRACE_SECONDS = 2.0
+#: Seconds for which a launcher listens before it founds a run, as there may be one that does not hear of it at once.
+LISTENING_SECONDS = 2.0
+#: Seconds until another member proposes, or the same one again.
+PATIENCE_SECONDS = 1.0
+#: Seconds for which a launcher that is silent is still told what has happened.
+REMEMBERED_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run may change.
+
+    Args:
+        min_nodes: fewer do not train.
+        max_nodes: more do not.
+        notice_seconds: in which the silence of a node is noticed.
+        any_part: each part of a network that has split goes on, not only the one with a quorum.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = LARGEST
+    notice_seconds: float = 2.0
+    any_part: bool = False
+
+
+@dataclass
+class _Heard:
+    message: Message
+    at: float
+    since: float
+
+
+class Membership:
+    """One launcher among those of a run.
+
+    Args:
+        me: this launcher, which is ready to join.
+        run: token of the run.
+        peers: addresses at which others may be found.
+        founders: launchers that the first generation consists of; 0: this one waits for it to be founded.
+        origin: of a generation that this one founds: larger than those of foundings before.
+        rules: how the run may change.
+        now: the time, of a clock that only goes forward.
+
+    Attributes:
+        generation: the newest that this launcher knows.
+        status: what this launcher says that it is about to do.
+        lost_ranks: the generation whose ranks it says to have lost.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        run: str,
+        peers: Collection[tuple[str, int]],
+        founders: int,
+        origin: str,
+        rules: Rules,
+        now: float,
+    ) -> None:
+        self.me = me
+        self.rules = rules
+        self.generation = NOBODY
+        self.status = Status.JOINS
+        self.lost_ranks = 0
+        self.code = 0
+        self.ended_in = 0
+        self._run = run
+        self._peers = set(peers)
+        self._founders = founders
+        self._origin = origin
+        self._heard: dict[tuple[str, str], _Heard] = {}
+        self._leaving: dict[tuple[str, str], float] = {}
+        self._foreign: dict[str, float] = {}
+        self._gone: set[tuple[str, str]] = set()
+        self._decree: Decree | None = None
+        self._taken_at = self._began_at = now
+        self._needed_since: float | None = None
+        self._proposed_at = now
+        self._beat_at = now
+        self._looked_at = now
+
+    @property
+    def node(self) -> int | None:
+        """The node that this launcher is in the newest generation; None: it is not in there."""
+        return self.generation.node_of(self.me)
+
+    def start_anew(self, me: Member) -> None:
+        """After it was left out: it has ended its ranks, and is ready to join as a new one."""
+        self.me, self.status, self.lost_ranks = me, Status.JOINS, 0
+        self._decree = None
+
+    def choose_store_port(self, port: int) -> None:
+        """The port for the store of the next generation whose first member this launcher is."""
+        self.me = at_port(self.me, port)
+
+    def all_have_ended(self, now: float) -> bool:
+        """Whether the training has ended on all members that are there."""
+        others = [each for each in self.generation.members if each.identity != self.me.identity]
+        heard = [self._heard.get(each.identity) for each in others if self._is_present(each, now)]
+        return all(each is not None and each.message.status is Status.ENDED for each in heard)
+
+    def silent(self, now: float) -> dict[Member, float]:
+        """The members that have not been heard of, and for how many seconds."""
+        return {
+            member: now - self._heard_at(member)
+            for member in self.generation.members
+            if member.identity != self.me.identity and not self._is_present(member, now)
+        }
+
+    def failure(self) -> tuple[Member, int] | None:
+        """A launcher on which the script has failed, and its exit code."""
+        if self.status is Status.FAILED:
+            return self.me, self.code
+        members = self.generation.identities
+        failed = [h.message for key, h in self._heard.items() if key in members and h.message.status is Status.FAILED]
+        return (failed[0].sender, failed[0].code) if failed else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the ranks of some member have ended well: the training is over, and nothing changes any more."""
+        own = self.status is Status.ENDED and self.node is not None
+        return own or any(h.message.status is Status.ENDED for h in self._of_members())
+
+    @property
+    def ended_before(self) -> bool:
+        """Whether the training has ended on a member before this generation began, and before it came here."""
+        ended = [h.message.ended_in for h in self._of_members() if h.message.status is Status.ENDED]
+        return self.status is not Status.ENDED and any(number < self.generation.number for number in ended)
+
+    # Time
+
+    def tick(self, now: float) -> list[tuple[tuple[str, int], Message]]:
+        """Looks at what is known; returns the messages that are due, each with the address it goes to."""
+        stopped = now - self._looked_at - 2 * BEAT_SECONDS
+        if stopped > 0:
+            # This process was frozen, or had no processor: what it did not hear meanwhile says nothing of others.
+            for heard in self._heard.values():
+                heard.at += stopped
+            self._taken_at += stopped
+        self._looked_at = now
+        self._found(now)
+        wanted = self._wanted(now)
+        self._change(wanted, now)
+        self._take_decided(now)
+        quick = wanted is not None or (self._decree is not None and self._decree.vote != Vote()) or self.node is None
+        if now < self._beat_at:
+            return []
+        self._beat_at = now + (QUICK_BEAT_SECONDS if quick else BEAT_SECONDS)
+        return self.farewell(now)
+
+    def farewell(self, now: float) -> list[tuple[tuple[str, int], Message]]:
+        """The messages that say once more what this launcher is about to do, each with the address it goes to."""
+        message = self._message()
+        return [(address, message) for address in sorted(self._receivers(now))]
+
+    def hear(self, message: Message, now: float) -> None:
+        """Takes in a message."""
+        if message.run != self._run:
+            self._foreign[message.sender.name] = now
+            return
+        if message.sender.identity == self.me.identity:
+            return
+        key = message.sender.identity
+        before = self._heard.get(key)
+        # A machine has one launcher at this address: one that has started anew is proof that the one before has ended.
+        self._gone |= {each for each in self.generation.identities if each[0] == key[0] and each != key}
+        if message.status is Status.LEAVES:
+            self._leaving.setdefault(key, now)
+        self._heard[key] = _Heard(message, now, now if before is None or now - before.at > 5 else before.since)
+        theirs = message.generation
+        if self._is_newer(theirs):
+            self._take(theirs, now)
+        elif theirs == self.generation and self._decree is not None:
+            node = theirs.node_of(message.sender)
+            if node is not None and message.vote != Vote():
+                self._decree.hear(node, message.vote)
+                self._beat_at = min(self._beat_at, now + QUICK_BEAT_SECONDS)
+                self._take_decided(now)
+
+    # What is wanted
+
+    def _found(self, now: float) -> None:
+        """Founds the first generation once all that it is to consist of are there, and know of no other one."""
+        if self.generation is not NOBODY or not self._founders or self.status is not Status.JOINS:
+            return
+        if now - self._began_at < LISTENING_SECONDS and self._founders > 1:
+            return
+        seekers = [h.message for h in self._heard.values() if self._is_fresh(h, now)]
+        seekers = [m for m in seekers if m.status is Status.JOINS and m.generation.number == 0]
+        if len(seekers) + 1 >= self._founders:
+            first = [self.me, *sorted((m.sender for m in seekers), key=lambda member: member.name)]
+            first = first[: self.rules.max_nodes]
+            self._take(Generation(1, tuple(first), sum(member.ranks for member in first), self._origin), now)
+
+    def _wanted(self, now: float) -> Generation | None:
+        """The generation that should follow; None: this one is as it should be, or none can follow now."""
+        if self.node is None or self.has_ended or self.failure() is not None:
+            return None
+        staying = [member for member in map(self._as_heard, self.generation.members) if self._stays(member, now)]
+        coming = self._joiners(now)
+        names = {member.name for member in coming}
+        # Who comes back anew has lost what it was before.
+        staying = [member for member in staying if member.name not in names]
+        coming = coming[: max(0, self.rules.max_nodes - len(staying))]
+        present = {each.identity for each in self.generation.members if self._is_present(each, now)}
+        wanted = self.generation.next_with([*staying, *coming], after_lost=not self._normally_may(present))
+        is_other = wanted.identities != self.generation.identities
+        if not is_other and not self._ranks_are_lost():
+            return None
+        if len(wanted.members) < self.rules.min_nodes:
+            return None
+        return wanted
+
+    @property
+    def leaving(self) -> frozenset[tuple[str, str]]:
+        """Identities of the launchers that were told to end."""
+        return frozenset(key for key, heard in self._heard.items() if heard.message.status is Status.LEAVES)
+
+    def foreign(self, now: float) -> list[str]:
+        """The machines whose launchers are of another run: with another script, other arguments or another plan."""
+        return sorted(name for name, at in self._foreign.items() if now - at <= self._allowed)
+
+    def launchers_heard(self, now: float) -> int:
+        """How many other launchers of this run are there."""
+        return sum(self._is_fresh(heard, now) for heard in self._heard.values())
+
+    def has_quorum(self, now: float) -> bool:
+        """Whether the members that are there may decide."""
+        present = {each.identity for each in self.generation.members if self._is_present(each, now)}
+        return self._may_decide(self.generation, present)
+
+    def _may_decide(self, generation: Generation, present: Collection[tuple[str, str]]) -> bool:
+        return generation.is_quorum(present, gone=self._gone, any_part=self.rules.any_part)
+
+    def _normally_may(self, present: Collection[tuple[str, str]]) -> bool:
+        """Whether members may decide without counting launchers that have ended."""
+        return self.generation.is_quorum(present, any_part=self.rules.any_part)
+
+    def _joiners(self, now: float) -> list[Member]:
+        """Launchers that are ready to join, once none has just come."""
+        fresh = [h for h in self._heard.values() if self._is_fresh(h, now) and h.message.status is Status.JOINS]
+        fresh = [h for h in fresh if h.message.sender.identity not in self.generation.identities]
+        if any(now - h.since < TOGETHER_SECONDS for h in fresh):
+            return []
+        return [h.message.sender for h in sorted(fresh, key=lambda h: h.since)]
+
+    def _ranks_are_lost(self) -> bool:
+        number = self.generation.number
+        return self.lost_ranks == number or any(h.message.lost_ranks == number for h in self._of_members())
+
+    def _stays(self, member: Member, now: float) -> bool:
+        if member.identity == self.me.identity and self.status is Status.LEAVES:
+            self._leaving.setdefault(member.identity, now)
+        # After a while: where all are told to end, none is to be left out before the others have heard of it.
+        leaves = member.identity in self._leaving and now - self._leaving[member.identity] > GRACE_SECONDS
+        return not leaves and self._is_present(member, now)
+
+    def _is_present(self, member: Member, now: float) -> bool:
+        if member.identity == self.me.identity:
+            return True
+        return now - self._heard_at(member) <= self._allowed
+
+    def _heard_at(self, member: Member) -> float:
+        heard = self._heard.get(member.identity)
+        # Since this generation began: nobody has to be heard of before. Who still tells of another one does not hear.
+        if heard is None or self._is_older(heard.message.generation):
+            return self._taken_at
+        return max(heard.at, self._taken_at)
+
+    @property
+    def _allowed(self) -> float:
+        # The last message was sent up to one beat ago, and this launcher looks once a beat.
+        return max(BEAT_SECONDS, self.rules.notice_seconds - BEAT_SECONDS)
+
+    def _is_fresh(self, heard: _Heard, now: float) -> bool:
+        return now - heard.at <= self._allowed
+
+    def _of_members(self) -> list[_Heard]:
+        return [self._heard[key] for key in self.generation.identities if key in self._heard]
+
+    def _as_heard(self, member: Member) -> Member:
+        """The member with the port that it has said last: that of an earlier generation may be in use still."""
+        if member.identity == self.me.identity:
+            return self.me
+        heard = self._heard.get(member.identity)
+        return member if heard is None else at_port(member, heard.message.sender.store_port)
+
+    # Decisions
+
+    def _change(self, wanted: Generation | None, now: float) -> None:
+        """Proposes what is wanted, if it is this member's turn."""
+        if wanted is None or self._decree is None:
+            self._needed_since = None
+            if self._decree is not None and self._decree.vote.proposed is not None:
+                self._decree.withdraw()
+            return
+        if self._needed_since is None:
+            self._needed_since, self._proposed_at = now, -1e9
+        present = [each for each in self.generation.members if self._is_present(each, now)]
+        turn = [each.identity for each in present].index(self.me.identity)
+        is_due = now - self._needed_since >= turn * PATIENCE_SECONDS
+        # Others that propose at the same time are given way to by waiting for longer, each for another time.
+        if is_due and now - self._proposed_at >= PATIENCE_SECONDS * (1 + turn / 2):
+            self._proposed_at = now
+            self._decree.propose(wanted)
+            self._beat_at = now
+
+    def _take_decided(self, now: float) -> None:
+        if self._decree is not None and self._decree.decided is not None:
+            self._take(self._decree.decided, now)
+
+    def _is_newer(self, other: Generation) -> bool:
+        own = self.generation
+        if (other.origin, other.number) != (own.origin, own.number):
+            return (other.origin, other.number) > (own.origin, own.number)
+        # Only where each part of a split network goes on: one of them has to give way.
+        key = (len(other.members), sorted(other.identities))
+        return other.identities != own.identities and key > (len(own.members), sorted(own.identities))
+
+    def _is_older(self, other: Generation) -> bool:
+        return (other.origin, other.number) < (self.generation.origin, self.generation.number)
+
+    def _take(self, generation: Generation, now: float) -> None:
+        """A newer generation is in force."""
+        self.generation = generation
+        self._taken_at = now
+        self._needed_since = None
+        self._beat_at = now
+        node = self.node
+        self._decree = None
+        if node is not None:
+            if self.status is Status.JOINS:
+                self.status = Status.RUNS
+            identities = [member.identity for member in generation.members]
+
+            def is_quorum(nodes: Collection[int]) -> bool:
+                return self._may_decide(generation, [identities[each] for each in nodes])
+
+            self._decree = Decree(node, is_quorum)
+
+    # Messages
+
+    def _message(self) -> Message:
+        vote = Vote() if self._decree is None else self._decree.vote
+        return Message(
+            self._run, self.me, self.status, self.generation, vote, self.lost_ranks, self.code, self.ended_in
+        )
+
+    def _receivers(self, now: float) -> set[tuple[str, int]]:
+        receivers = {member.address for member in self.generation.members}
+        receivers |= {h.message.sender.address for h in self._heard.values() if now - h.at < REMEMBERED_SECONDS}
+        receivers |= self._peers
+        return receivers - {self.me.address}
+
+
+def renamed(member: Member, incarnation: str) -> Member:
+    """The member as a new start of its launcher."""
+    return replace(member, incarnation=incarnation)

@@ -1,0 +1,355 @@
+# Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
+"""Launchers that agree on who is in a run: on a simulated network that loses, delays and splits, with virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerate_lshdp.runtime.membership.generation import Generation, Member
+from accelerate_lshdp.runtime.membership.membership import Membership, Rules
+from accelerate_lshdp.runtime.membership.message import Message, Status
+
+
+STEP = 0.05
+EXAMPLES = int(os.environ.get("MEMBERSHIP_EXAMPLES", "25"))
+
+
+class Network:
+    """Launchers on machines of their own, and what happens to them."""
+
+    def __init__(self, count: int, seed: int, *, loss: float = 0.0, rules: Rules | None = None) -> None:
+        self.draw = random.Random(seed)
+        self.loss = loss
+        self.rules = rules or Rules()
+        self.now = 100.0
+        self.count = count
+        self.offset = [self.draw.uniform(0, STEP) for _ in range(count)]
+        self.started = [0] * count
+        self.frozen: set[int] = set()
+        self.off: set[int] = set()
+        self.cuts: set[frozenset[int]] = set()
+        self._queue: list[tuple[float, int, int, Message]] = []
+        self._sent = 0
+        #: Generations with one number that two launchers had at a time.
+        self.contradictions: list[tuple[Generation, Generation]] = []
+        self.launchers = [self.start(machine) for machine in range(count)]
+
+    def start(self, machine: int) -> Membership:
+        self.started[machine] += 1
+        me = Member(f"machine{machine}", f"start{self.started[machine]}", (f"10.0.0.{machine}", 29500))
+        peers = [(f"10.0.0.{other}", 29500) for other in range(self.count)]
+        founders = self.count if machine == 0 else 0
+        return Membership(me, "run", peers, founders, f"{self.now:09.2f}", self.rules, self.now)
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += STEP
+            while self._queue and self._queue[0][0] <= self.now:
+                _, _, machine, message = heapq.heappop(self._queue)
+                if machine not in self.frozen | self.off:
+                    self.launchers[machine].hear(message, self.now)
+            for machine, launcher in enumerate(self.launchers):
+                if machine in self.frozen | self.off:
+                    continue
+                for (address, _), message in launcher.tick(self.now):
+                    self.send(machine, int(address.rpartition(".")[2]), message)
+                self.note(launcher)
+
+    def send(self, sender: int, receiver: int, message: Message) -> None:
+        if frozenset((sender, receiver)) in self.cuts or self.draw.random() < self.loss:
+            return
+        for _ in range(2 if self.draw.random() < self.loss else 1):  # datagrams may also come twice, and out of order
+            self._sent += 1
+            delay = self.draw.uniform(0.0, 0.05)
+            heapq.heappush(self._queue, (self.now + delay, self._sent, receiver, message))
+
+    def note(self, launcher: Membership) -> None:
+        generation = launcher.generation
+        for machine, other in enumerate(self.launchers):
+            their = other.generation
+            same = (generation.origin, generation.number) == (their.origin, their.number)
+            if machine not in self.off and same and generation.identities != their.identities:
+                self.contradictions.append((generation, their))
+        # A launcher that was left out ends its ranks, and comes back.
+        if generation.number and launcher.node is None and launcher.status is Status.RUNS:
+            machine = self.launchers.index(launcher)
+            self.started[machine] += 1
+            launcher.start_anew(replace(launcher.me, incarnation=f"start{self.started[machine]}"))
+
+    def split(self, *parts: set[int]) -> None:
+        part_of = {machine: number for number, part in enumerate(parts) for machine in part}
+        self.cuts = {
+            frozenset((one, other))
+            for one in range(self.count)
+            for other in range(one)
+            if part_of.get(one) != part_of.get(other)
+        }
+
+    def current(self, machine: int) -> Generation:
+        return self.launchers[machine].generation
+
+    def members(self, machine: int) -> list[str]:
+        return [member.name for member in self.current(machine).members]
+
+    def together(self) -> bool:
+        """Whether all launchers that run are in one generation, and nobody else."""
+        here = [machine for machine in range(self.count) if machine not in self.off | self.frozen]
+        names = sorted(f"machine{machine}" for machine in here)
+        generations = {self.current(machine) for machine in here}
+        in_it = all(self.launchers[machine].node is not None for machine in here)
+        return len(generations) == 1 and in_it and sorted(self.members(here[0])) == names
+
+
+def begun(count: int, seed: int, **keywords: object) -> Network:
+    network = Network(count, seed, **keywords)
+    network.run(3)
+    assert network.together() and network.current(0).number == 1
+    assert network.members(0) == [f"machine{machine}" for machine in range(count)]
+    return network
+
+
+@settings(max_examples=8, deadline=None)
+@given(count=st.integers(1, 8), seed=st.integers(0, 10**6))
+def test_nothing_changes_while_nothing_happens(count: int, seed: int) -> None:
+    network = begun(count, seed)
+    network.run(30)
+    assert network.together() and network.current(0).number == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(3, 8), seed=st.integers(0, 10**6), how=st.sampled_from(["off", "frozen"]))
+def test_a_lost_member_is_out_in_three_seconds(count: int, seed: int, how: str) -> None:
+    network = begun(count, seed)
+    network.run(network.draw.random())
+    lost = network.draw.randrange(count)
+    getattr(network, how).add(lost)
+    network.run(3.0)
+    assert network.together() and network.current((lost + 1) % count).number == 2
+    network.off.clear(), network.frozen.clear()
+    if how == "off":
+        network.launchers[lost] = network.start(lost)
+    network.run(6)
+    assert network.together() and network.current(lost).number == 3
+    # Who stayed has kept its place, and who came back is the last.
+    assert network.members(0)[-1] == f"machine{lost}"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_launcher_that_was_frozen_knows_nothing_of_others(frozen: bool) -> None:
+    network = begun(2, 1)
+    network.run(1)
+    network.frozen.add(0)
+    network.run(10)
+    network.frozen.clear()
+    network.run(0.1)
+    # The second half has not the first-listed member, so it waits; and the first has not lost the second.
+    network.run(5)
+    assert network.together() and network.current(0).number == 1
+
+
+def test_half_goes_on_with_the_member_that_is_listed_first() -> None:
+    network = begun(4, 2)
+    network.split({0, 3}, {1, 2})
+    network.run(5)
+    assert network.members(0) == ["machine0", "machine3"] and network.current(1).number == 1
+    assert not network.launchers[1].has_quorum(network.now) and network.launchers[0].has_quorum(network.now)
+    assert {member.name for member in network.launchers[1].silent(network.now)} == {"machine0", "machine3"}
+    network.split(set(range(4)))
+    network.run(8)
+    assert network.together()
+
+
+def test_half_without_it_waits_and_goes_on_when_it_is_back() -> None:
+    network = begun(2, 3)
+    network.off.add(0)
+    network.run(20)
+    assert network.current(1).number == 1
+    network.off.clear()
+    network.launchers[0] = network.start(0)  # it has forgotten all
+    network.run(8)
+    # The new start is proof that the first one has ended, so that there is nobody who might decide otherwise.
+    assert network.together() and network.members(0) == ["machine1", "machine0"]
+
+
+def test_a_part_waits_for_one_that_may_have_decided() -> None:
+    network = begun(4, 12)
+    network.split({0, 1}, {2, 3})
+    network.run(4)
+    assert network.members(0) == ["machine0", "machine1"]
+    network.off.add(1)
+    network.run(1)
+    network.split({0}, {1, 2, 3})
+    network.off.clear()
+    network.launchers[1] = network.start(1)
+    network.run(20)
+    # The first one trains on alone: it and the one that has ended could decide so.
+    assert network.members(0) == ["machine0"] and network.current(2).number == 1
+    network.split(set(range(4)))
+    network.run(8)
+    assert network.together()
+
+
+def test_each_part_goes_on_if_it_was_told_to() -> None:
+    network = begun(4, 2, rules=Rules(any_part=True))
+    network.split({0, 3}, {1, 2})
+    network.run(6)
+    assert network.members(0) == ["machine0", "machine3"] and network.members(1) == ["machine1", "machine2"]
+    network.split(set(range(4)))
+    network.run(10)
+    assert network.together()
+
+
+def test_the_larger_part_wins_when_parts_that_went_on_meet() -> None:
+    network = begun(4, 2, rules=Rules(any_part=True))
+    network.split({0, 1, 2}, {3})
+    network.run(6)
+    assert network.members(3) == ["machine3"]
+    network.split(set(range(4)))
+    network.run(10)
+    assert network.together() and network.members(3) == [f"machine{machine}" for machine in range(4)]
+    assert network.launchers[3].me.incarnation == "start2" and network.launchers[0].me.incarnation == "start1"
+
+
+def test_a_member_that_does_not_hear_of_it_is_left_out_again() -> None:
+    """Its datagrams come, and those to it do not, as behind some firewalls."""
+    network = begun(3, 13)
+    network.off.add(2)
+    network.run(4)
+    network.off.clear()
+    network.launchers[2] = network.start(2)
+    send = network.send
+    network.send = lambda sender, receiver, message: None if receiver == 2 else send(sender, receiver, message)
+    network.run(8)
+    assert network.members(0) == ["machine0", "machine1"] or network.current(0).number > 3
+    assert all(launcher.node is not None for launcher in network.launchers[:2])
+
+
+def test_a_launcher_of_another_run_is_named() -> None:
+    network = Network(2, 14)
+    network.launchers[1]._run = "another"
+    network.run(3)
+    assert network.launchers[0].foreign(network.now) == ["machine1"] and network.current(0).number == 0
+
+
+def test_a_run_waits_for_as_many_as_it_needs() -> None:
+    network = begun(3, 4, rules=Rules(min_nodes=3))
+    network.off.add(2)
+    network.run(10)
+    assert network.current(0).number == 1
+    network.off.clear()
+    network.launchers[2] = network.start(2)
+    network.run(6)
+    assert network.together() and network.current(0).number == 2
+
+
+def test_no_more_join_than_are_allowed() -> None:
+    network = begun(3, 5, rules=Rules(max_nodes=3))
+    network.count += 1
+    network.offset.append(0.0)
+    network.started.append(0)
+    network.launchers.append(network.start(3))
+    network.run(10)
+    assert network.current(0).number == 1
+    network.off.add(1)
+    network.run(5)
+    assert sorted(network.members(0)) == ["machine0", "machine2", "machine3"]
+
+
+def test_who_leaves_is_out_and_who_has_ended_changes_nothing() -> None:
+    network = begun(3, 6)
+    network.launchers[0].status = Status.LEAVES
+    network.run(1)
+    assert network.current(1).number == 1  # where all are told to end, none is to be left out at once
+    network.run(4)
+    assert network.members(1) == ["machine1", "machine2"] and network.launchers[0].node is None
+    network.launchers[1].status = Status.ENDED
+    network.run(1)
+    network.off.add(2)
+    network.run(10)
+    assert network.current(1).number == 2 and network.launchers[1].has_ended
+
+
+def test_lost_ranks_make_a_new_generation_of_the_same_members() -> None:
+    network = begun(3, 7)
+    network.launchers[1].lost_ranks = 1
+    network.run(2)
+    assert network.together() and network.current(0).number == 2
+    network.run(5)
+    assert network.current(0).number == 2
+
+
+def test_a_script_that_fails_is_told_to_all() -> None:
+    network = begun(3, 8)
+    network.launchers[2].status, network.launchers[2].code = Status.FAILED, 7
+    network.run(2)
+    found = [launcher.failure() for launcher in network.launchers]
+    assert [(member.name, code) for member, code in found] == [("machine2", 7)] * 3
+    assert network.current(0).number == 1
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(count=st.integers(2, 6), seed=st.integers(0, 10**9), loss=st.sampled_from([0.0, 0.1, 0.3]))
+def test_whatever_happens_all_agree_and_come_together_again(count: int, seed: int, loss: float) -> None:
+    network = begun(count, seed) if not loss else Network(count, seed, loss=loss)
+    network.loss = loss
+    draw = network.draw
+    network.run(5)
+    for _ in range(8):
+        event = draw.choice(["split", "heal", "freeze", "thaw", "off", "on", "ranks", "wait"])
+        machine = draw.randrange(count)
+        if event == "split":
+            part = {m for m in range(count) if draw.random() < 0.5}
+            network.split(part, set(range(count)) - part)
+        elif event == "heal":
+            network.split(set(range(count)))
+        elif event == "freeze":
+            network.frozen.add(machine)
+        elif event == "thaw":
+            network.frozen.clear()
+        elif event == "off":
+            network.off.add(machine)
+        elif event == "on" and machine in network.off:
+            network.off.discard(machine)
+            network.launchers[machine] = network.start(machine)
+        elif event == "ranks" and network.launchers[machine].node is not None:
+            network.launchers[machine].lost_ranks = network.current(machine).number
+        network.run(draw.uniform(0.1, 4.0))
+    assert network.contradictions == []
+    network.split(set(range(count)))
+    network.frozen.clear()
+    for machine in list(network.off):
+        network.off.discard(machine)
+        network.launchers[machine] = network.start(machine)
+    for _ in range(8):
+        network.run(5)
+        if network.together():
+            break
+    assert network.contradictions == []
+    newest = max((launcher.generation for launcher in network.launchers), key=lambda g: (g.origin, g.number))
+    alive = {launcher.me.identity for launcher in network.launchers}
+    if newest.number and newest.is_quorum(newest.identities & alive):
+        assert network.together()
+
+
+def test_messages_are_read_as_they_were_written() -> None:
+    network = begun(3, 9)
+    network.off.add(2)
+    messages, send = [], network.send
+
+    def noted(sender: int, receiver: int, message: Message) -> None:
+        messages.append(message)
+        send(sender, receiver, message)
+
+    network.send = noted
+    network.run(4)
+    assert any(message.vote.proposed and message.vote.accepted for message in messages)
+    assert all(Message.from_bytes(message.to_bytes()) == message for message in messages)
+    assert Message.from_bytes(b"{}") is None and Message.from_bytes(b"\xff") is None
