@@ -40,6 +40,7 @@ from accelerate_lshdp.accelerator.run_total import keeps_plan_total
 from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.start_notices import choose_precision, warn_of_options_without_effect
+from accelerate_lshdp.accelerator.state_keeper import state_keeper
 from accelerate_lshdp.accelerator.step_statistics import StepStatistics
 from accelerate_lshdp.checkpoint.run_state import (
     LoadedCheckpoint,
@@ -159,6 +160,7 @@ class LSHDPAccelerator(Accelerator):
             finds_placement=options.placement == AUTO,
         )
         self.session.optimizers = self._optimizers
+        self.session.keeper = state_keeper()
         self._accumulation = Accumulation(self.session, self.gradient_state)
         self._backward = Backward(self.session, self._accumulation)
         self._optimizer_steps = OptimizerSteps(self.session)
@@ -249,6 +251,16 @@ class LSHDPAccelerator(Accelerator):
         return self.session.stop_requests.agreed != 0
 
     @property
+    def continues_run(self) -> bool:
+        """Whether this is an elastic run whose ranks were started again, as nodes have come or gone.
+
+        Then call `load_state` before the first step, with the folder of the script's checkpoints: it continues from
+        the state that ranks have kept in memory, or from the newest checkpoint if none could keep it. Where there is
+        none of either, it changes nothing and returns ``step`` 0.
+        """
+        return self.session.keeper is not None and self.session.keeper.continues_run
+
+    @property
     def batch_size_decisions(self) -> list[Decision]:
         """How automatic batch sizes changed, oldest first: when, from what to what, and why. Empty with fixed ones."""
         sizing = self.session.sizing
@@ -336,7 +348,9 @@ class LSHDPAccelerator(Accelerator):
         self.session.take_optimizers(
             [optimizer.optimizer for optimizer in self._optimizers], prepared.trainable_parameters()
         )
-        prepared.on_training_forward = self.session.timer.forward_begins
+        prepared.on_training_forward = self.session.on_forward
+        if self.session.keeper is not None:
+            self.session.keeper.follow(self)
         if self.lsdp_plugin.loss_weighting is LossWeighting.TOKENS and self.lsdp_plugin.token_counter is None:
             require_known_labels(model)
         if self.session.losses.finder is not None:

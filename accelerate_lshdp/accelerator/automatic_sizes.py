@@ -7,7 +7,7 @@ so a decision needs no communication of its own, and all ranks come to it at the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -22,6 +22,7 @@ from accelerate_lshdp.documents.plan import Batch, Plan, PlanError, RankBatch
 from accelerate_lshdp.documents.profile import read_profiles
 from accelerate_lshdp.planning.online.rebalancing import Decision, Rebalancer
 from accelerate_lshdp.planning.proofs.digest import profiles_sha256
+from accelerate_lshdp.runtime.elastic_rank import elastic_rank
 from accelerate_lshdp.runtime.step_exchange import RankReport
 
 
@@ -86,6 +87,10 @@ class AutomaticSizes:
         self._began_pass = False  # since the last report
         self._trained: list[MicroBatchPlace] = []
         self._reports: Sequence[RankReport] | None = None
+        rank = elastic_rank()
+        # Ranks of one machine may have different devices.
+        self._machines = None if rank is None else _numbered(rank.machines)
+        self._known: dict[str, Any] = {}
         self._forget_seconds()
 
     def _forget_seconds(self) -> None:
@@ -209,6 +214,21 @@ class AutomaticSizes:
         """What was learned and decided, as JSON values."""
         return self.rebalancer.state_dict()
 
+    def of_machines(self) -> dict[str, Any]:
+        """What was learned of each machine of an elastic run, those that have left it included, as JSON values."""
+        if self._machines is None:
+            return {}
+        return self._known | dict(zip(self._machines, self.rebalancer.learned(), strict=True))
+
+    def recall(self, known: Mapping[str, Any]) -> None:
+        """Goes on with what `of_machines` has said, of the machines that are there now.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        self._known = dict(known)
+        self.rebalancer.go_on_with([self._known.get(machine) for machine in self._machines or ()])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with what a run of as many ranks and as large a global batch had learned.
 
@@ -216,6 +236,11 @@ class AutomaticSizes:
             ValueError: it is of another run, or malformed.
         """
         self.rebalancer.load_state_dict(state)
+
+
+def _numbered(machines: Sequence[str]) -> list[str]:
+    """The name of each rank's machine with its number there."""
+    return [f"{machine} {machines[:rank].count(machine)}" for rank, machine in enumerate(machines)]
 
 
 def _only_cut(trained: Sequence[MicroBatchPlace]) -> GlobalBatchCut | None:

@@ -207,7 +207,10 @@ class Backward:
         if session.sizing is not None:
             report = session.sizing.complete(report)
         problem, session.tracker.problem = session.tracker.problem, None
-        report = session.rank_step.complete(report, problem)._replace(stop_signal=session.stop_requests.received)
+        keeper = session.keeper
+        report = session.rank_step.complete(report, problem)._replace(
+            stop_signal=session.stop_requests.received, pauses=int(keeper is not None and keeper.pause_wanted)
+        )
         return session.exchange.after_backward(
             report,
             [
@@ -226,6 +229,8 @@ class Backward:
         reports, counts = pending.wait()
         require_same_step(reports, session.topology.name_of)
         session.stop_requests.agree([report.stop_signal for report in reports])
+        if session.keeper is not None:
+            session.keeper.pause_agreed |= any(report.pauses for report in reports)
         session.timer.take_reports(reports)
         if session.sizing is not None and not session.sizing.take_reports(reports):
             session.check_agreement(

@@ -79,7 +79,7 @@ class OptimizerSteps:
             self._settle_local_gradients(optimizer)
             self._refuse_gradients_of_one_rank(optimizer)
         session.engine.hide_gradients_of_others(optimizer, may_be_late=_is_around_step(optimizer))
-        session.timer.optimizer_begins()
+        session.step_begins()
 
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         lost = self._session.unstepped.takes_lost(optimizer)
@@ -129,6 +129,8 @@ class OptimizerSteps:
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer did not step, because gradients have overflowed on some rank."""
         self._session.gradients_used(optimizer)
+        if self._session.keeper is not None:
+            self._session.keeper.step_ends()
 
     def gradients_dropped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has cleared ``.grad`` of its parameters; not all gradients are there."""

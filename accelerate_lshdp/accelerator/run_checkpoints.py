@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import LambdaLR
 
+from accelerate_lshdp.accelerator import schedule_position
 from accelerate_lshdp.accelerator.checkpoint_hooks import run_load_hooks, run_save_hooks
 from accelerate_lshdp.accelerator.losses.parts import restore_findings
 from accelerate_lshdp.accelerator.ranks_in_step import NOT_IN_STEP
@@ -21,6 +22,7 @@ from accelerate_lshdp.checkpoint.run_state import (
     NodeLayout,
     TrainingObjects,
     load_checkpoint,
+    newest_checkpoint,
     save_checkpoint,
 )
 from accelerate_lshdp.data.loader import EVALUATION
@@ -29,6 +31,7 @@ from accelerate_lshdp.data.prepare import HeterogeneousDataLoader
 from accelerate_lshdp.documents.plan import Plan
 from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks, tell_of_missing_ranks
+from accelerate_lshdp.runtime.elastic_rank import elastic_rank
 from accelerate_lshdp.runtime.object_exchange import all_objects, errors_on_all_ranks
 
 
@@ -67,7 +70,7 @@ def save_run(
     if folder is None:
         raise ValueError("save_state needs an output_dir, unless automatic_checkpoint_naming is on")
     session.engine.share_statistics()  # a forward without a backward may have changed them since the last step
-    objects = _training_objects(accelerator, session)
+    objects = training_objects(accelerator, session)
     objects.extra_tensors = {
         f"{name}/{key}": tensor
         for name, reduction in session.engine.reductions.items()
@@ -104,6 +107,13 @@ def load_run(
     """Continues from the newest checkpoint that is complete on some node (collective): see ``load_state``."""
     loaders = positioned_loaders(accelerator)
     tell_of_missing_ranks("load_state")
+    if session.keeper is not None and session.keeper.continues_run and not session.keeper.is_loaded:
+        kept = session.keeper.bring(layout_of(session))
+        if kept is None and _has_none(accelerator, session, input_dir):
+            session.keeper.is_loaded = True
+            logger.warning("no node has kept the state of the run, and there is no checkpoint: it begins again")
+            return LoadedCheckpoint("", [], {}, {}, 0, 0, session.seed, session.world_size, False, False)
+        input_dir = input_dir if kept is None else str(kept)
     session.engine.give_up_failed_steps()
 
     def run_hooks(reading: str) -> frozenset[int]:
@@ -111,7 +121,7 @@ def load_run(
 
     loaded = load_checkpoint(
         _numbered_folder(accelerator) if input_dir is None else input_dir,
-        _training_objects(accelerator, session),
+        training_objects(accelerator, session),
         layout_of(session),
         plan_digest=session.plan_digest,
         trust_checkpoint=trust_checkpoint,
@@ -133,7 +143,14 @@ def load_run(
         _restore_sizes(session, loaded, loaders)
         _restore_reductions(session, loaded)
     _continue_numbers(accelerator)
+    if session.keeper is not None:
+        session.keeper.is_loaded = True
     return loaded
+
+
+def _has_none(accelerator: Accelerator, session: Session, input_dir: str | os.PathLike[str] | None) -> bool:
+    """Whether no node has a checkpoint where a script looks for it (collective)."""
+    return newest_checkpoint(input_dir or _numbered_folder(accelerator), layout_of(session)) is None
 
 
 def _why_not_now(session: Session) -> str | None:
@@ -159,8 +176,12 @@ def _restore_sizes(session: Session, loaded: LoadedCheckpoint, loaders: list[Any
     session.settle_total_like(Plan.from_dict(loaded.extra["plan"]), loaders)
     if session.sizing is None or state is None:
         return
+    machines = loaded.extra.get("machines")
     try:
-        session.sizing.load_state_dict(state)
+        if session.keeper is not None and machines:
+            session.sizing.recall(machines)
+        else:
+            session.sizing.load_state_dict(state)
     except ValueError as error:
         logger.warning(f"automatic batch sizes start anew, from {session.plan.batch_sizes}: {error}")
         return
@@ -191,7 +212,8 @@ def _restore_reductions(session: Session, loaded: LoadedCheckpoint) -> None:
         reduction.load_state_dict({key.removeprefix(prefix): tensor for key, tensor in mine.items()})
 
 
-def _training_objects(accelerator: Accelerator, session: Session) -> TrainingObjects:
+def training_objects(accelerator: Accelerator, session: Session) -> TrainingObjects:
+    """The objects of a run that a checkpoint saves and restores, as they are now; without tensors of single ranks."""
     return TrainingObjects(
         models=[accelerator.unwrap_model(model) for model in accelerator._models],
         optimizers=[optimizer.optimizer for optimizer in session.optimizers],
@@ -204,7 +226,11 @@ def _training_objects(accelerator: Accelerator, session: Session) -> TrainingObj
             "accelerate_step": accelerator.step,
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "automatic_sizes": None if session.sizing is None else session.sizing.state_dict(),
+            "machines": {} if session.sizing is None else session.sizing.of_machines(),
             "losses": session.losses.findings,
+            "schedules": None
+            if session.keeper is None
+            else schedule_position.note(accelerator._schedulers, session.world_size),
             _SUMS_INSIDE_NODES: True,
         },
     )
@@ -265,6 +291,11 @@ def _check_position(loader: Any, saved: dict[str, Any]) -> None:
 
 def _move_schedules(accelerator: Accelerator, loaded: LoadedCheckpoint) -> None:
     """accelerate steps a scheduler once a rank, so its position means another step under another world size."""
+    noted = loaded.extra.get("schedules")
+    rank = elastic_rank()
+    if rank is not None and rank.generation > 1 and noted is not None:  # of this run
+        schedule_position.go_on(accelerator._schedulers, noted, accelerator.num_processes)
+        return
     if loaded.world_size == accelerator.num_processes or accelerator.split_batches:
         return
     stepped_by_ranks = [scheduler.scheduler for scheduler in accelerator._schedulers if scheduler.step_with_optimizer]

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,40 @@ from accelerate_lshdp.runtime import stop_requests
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.groups import meets_on_hosts
+from accelerate_lshdp.runtime.object_exchange import NodeLayout
 from accelerate_lshdp.runtime.step_exchange import RankReport, StepExchange
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 logger = get_logger(__name__)
+
+
+class StateKeeping(Protocol):
+    """What a session tells the keeper of an elastic run's state; see ``state_keeper``."""
+
+    pause_wanted: bool
+    pause_agreed: bool
+    is_loaded: bool
+
+    @property
+    def continues_run(self) -> bool:
+        """Whether ranks have trained before these."""
+
+    def bring(self, layout: NodeLayout) -> Path | None:
+        """The newest state that any node has kept, now on this one (collective)."""
+
+    def follow(self, accelerator: Any) -> None:
+        """From now on the state is that of this accelerator's training."""
+
+    def forward_begins(self) -> None:
+        """A forward of a model in training begins."""
+
+    def step_begins(self) -> None:
+        """An optimizer is about to change parameters."""
+
+    def step_ends(self) -> None:
+        """The optimizer has changed them."""
 
 
 class Session:
@@ -83,6 +112,7 @@ class Session:
         was_freed: whether all models were forgotten, by ``free_memory``.
         optimizers: those that are prepared, in accelerate's wrappers.
         stop_requests: signals that ask for an end of the training.
+        keeper: of the state of an elastic run; None: it is none.
         out_of_step: what ranks told when one of them failed in its backward, so that the step cannot be made.
         seed: shuffling starts from it; agreed on by all ranks when a loader is prepared.
         training_passes: the loaders with a training pass in progress; twice, if one has two.
@@ -134,6 +164,7 @@ class Session:
         self.engine = self._make_engine()
         self.attachments = Attachments()
         self.stop_requests = stop_requests.of_process
+        self.keeper: StateKeeping | None = None
         self.was_freed = False
         self.optimizers: Sequence[Any] = ()
         self.unstepped = UnsteppedGradients()
@@ -343,6 +374,25 @@ class Session:
 
     # Steps
 
+    @property
+    def on_forward(self) -> Callable[[], None]:
+        """What is to be called when a forward of a model in training begins; it does not keep this session alive."""
+        timer, keeper = self.timer, self.keeper
+        if keeper is None:
+            return timer.forward_begins
+
+        def begins() -> None:
+            timer.forward_begins()
+            keeper.forward_begins()
+
+        return begins
+
+    def step_begins(self) -> None:
+        """An optimizer is about to change parameters."""
+        self.timer.optimizer_begins()
+        if self.keeper is not None:
+            self.keeper.step_begins()
+
     def batch_trained(self, batch: TrackedBatch) -> None:
         """A backward of a batch was made, for the first time."""
         place, loader = batch.place, batch.loader()
@@ -363,12 +413,12 @@ class Session:
         self.engine.after_step()
         if self.optimizers and optimizer is self.optimizers[0].optimizer:
             self.completed_steps += 1
-        if self.sizing is None:
-            return
-        decision = self.sizing.step_ended()
+        decision = None if self.sizing is None else self.sizing.step_ended()
         if decision is not None:
             self.take_sizes()
             logger.info(f"step {self.completed_steps}, {decision}")
+        if self.keeper is not None:
+            self.keeper.step_ends()
 
     def gradients_used(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped, or left out its step for gradients that have overflowed: they are of the past."""

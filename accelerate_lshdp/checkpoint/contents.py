@@ -57,6 +57,7 @@ class TrainingObjects:
         extra_tensors: tensors of this rank alone, such as error feedback.
         left_out: indices of models that are neither saved nor restored here: hooks of the script do it. The others
             count from 0 in a checkpoint.
+        values: by id of a buffer, another value that is saved for it.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -68,6 +69,7 @@ class TrainingObjects:
     extra: dict = field(default_factory=dict)
     extra_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,7 +94,9 @@ def buffer_path(model: int, name: str) -> str:
     return f"buffers/model_{model}/{name}"
 
 
-def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool) -> Contents:
+def collect(
+    objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool, *, keeps_random_numbers: bool = True
+) -> Contents:
     """Describes all that is to be saved, the same on all ranks (collective). Nothing is copied or gathered yet.
 
     Collectives are outside of the blocks that may fail: an error on one rank is raised on all before the next one.
@@ -101,12 +105,13 @@ def collect(objects: TrainingObjects, layout: NodeLayout, trust_checkpoint: bool
         objects: of this rank.
         layout: the place of this rank.
         trust_checkpoint: allows pickle for registered objects that are more than JSON and tensors.
+        keeps_random_numbers: whether the generators of this process are saved, in which it is like no other one.
 
     Raises:
         RuntimeError: on all ranks, if something cannot be saved or ranks have different models or optimizers.
     """
     # Before anything of the script is called: its state_dict methods may draw random numbers.
-    random_state = checkpoint_rng.capture(layout.device)
+    random_state = checkpoint_rng.capture(layout.device) if keeps_random_numbers else checkpoint_rng.unused()
     with errors_on_all_ranks("collecting what is to be saved"):
         own = _OwnContents.of(objects, trust_checkpoint)
     # State that other ranks of the node own; collective, so it stands between the blocks.
@@ -169,6 +174,8 @@ class _OwnContents:
     def of(cls, objects: TrainingObjects, trust_checkpoint: bool) -> _OwnContents:
         """Calls the state_dict methods of all objects. Raises what they raise, and for what cannot be saved."""
         everything = [ModelTensors.of(model) for model in objects.models]
+        for model in everything:
+            model.tensors = {name: objects.values.get(id(each), each) for name, each in model.tensors.items()}
         names = checkpoint_optimizer.parameter_names([model.parameters for model in everything])
         # Files count the models that are saved here.
         models = [model for index, model in enumerate(everything) if index not in objects.left_out]

@@ -26,6 +26,19 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
 
 
+def unused() -> dict[str, Any]:
+    """A state in the form of `capture` that is of no process, for checkpoints from which numbers are derived anew."""
+    version, words, gauss = random.Random(0).getstate()
+    algorithm, key, position, has_gauss, cached = numpy.random.RandomState(0).get_state()
+    return {
+        "python": [version, numpy.array(words, dtype=numpy.uint32), gauss],
+        "numpy": [algorithm, key, int(position), int(has_gauss), float(cached)],
+        "torch": torch.Generator().manual_seed(0).get_state(),
+        "device_type": "cpu",
+        "device": None,
+    }
+
+
 def fits(state: dict[str, Any], device: torch.device) -> bool:
     """Whether `state` can be restored here: it comes from the same kind of device."""
     return state["device_type"] == device.type

@@ -60,6 +60,7 @@ __all__ = [
     "load_checkpoint",
     "load_models",
     "newest_checkpoint",
+    "newest_checkpoint_everywhere",
     "save_checkpoint",
     "save_model_file",
     "stream_full_state",
@@ -108,6 +109,9 @@ def save_checkpoint(
     trust_checkpoint: bool = False,
     before_writing: Callable[[str], frozenset[int]] | None = None,
     has_states: bool = True,
+    order: int | None = None,
+    save_id: str | None = None,
+    keeps_random_numbers: bool = True,
 ) -> None:
     """Writes a complete checkpoint on every node (collective).
 
@@ -128,6 +132,9 @@ def save_checkpoint(
             models are `left_out`. What it writes into the folder becomes a part of this node's checkpoint.
         has_states: whether `before_writing` has the states of the models on this rank, as on one of each node at
             least. Where others write files of the same names, theirs are dropped.
+        order: by which the newest of several saves is known; None: after all that any node has there.
+        save_id: of this save, 32 hexadecimal digits; None: a new one.
+        keeps_random_numbers: whether the generators of all ranks are saved.
 
     Raises:
         RuntimeError: the same on all ranks, if anything cannot be saved or written on any of them. `directory` is then
@@ -135,7 +142,8 @@ def save_checkpoint(
     """
     # The real path: a rename would replace a symbolic link, and leave the checkpoint that it leads to.
     final = Path(os.path.realpath(directory))
-    contents = None if before_writing else collect(objects, layout, trust_checkpoint)
+    random_numbers = {"keeps_random_numbers": keeps_random_numbers}
+    contents = None if before_writing else collect(objects, layout, trust_checkpoint, **random_numbers)
     elected = elect_writer(final, layout)
     # Errors are collected in `attempt` and raised on all ranks at the next barrier: a rank that has failed still takes
     # part in every collective on the way there.
@@ -149,9 +157,9 @@ def save_checkpoint(
         if layout.is_writer:  # of all nodes: one that shares the folder may see late what another one wrote
             generation = attempt(lambda: newest_generation(final.parent)) or 0
         # Over all nodes, so that the order of saves is the same everywhere, also for a node that lacks some of them.
-        generation = max(all_objects(generation)) + 1
+        generation = max(all_objects(generation)) + 1 if order is None else order
         # One identity on all nodes: by it nodes later find that they have the same checkpoint.
-        save_id = object_from(0, uuid.uuid4().hex)
+        save_id = object_from(0, save_id or uuid.uuid4().hex)
         folder = None
         if elected:
             folder = attempt(lambda: enter_partial_folder(stack, final, save_id))
@@ -168,7 +176,7 @@ def save_checkpoint(
             if not has_states:
                 attempt(lambda: mine.mkdir(parents=True))
             objects = replace(objects, left_out=before_writing(str(mine)))
-            contents = collect(objects, layout, trust_checkpoint)
+            contents = collect(objects, layout, trust_checkpoint, **random_numbers)
             if folder is not None:
                 attempt(lambda: move_hook_files(aside, {MANIFEST, *contents.tensors, *contents.files}))
         files = _write(contents, folder, layout, attempt)
@@ -277,6 +285,27 @@ def _on_all_nodes(
         raise_failure_on_all_ranks(f"loading from {root}", f"there is no complete checkpoint there: {found}")
     warn_of(problems, newest, layout)
     return bring_to_all_nodes(newest, root, layout)
+
+
+def newest_checkpoint_everywhere(directory: str | os.PathLike, layout: NodeLayout) -> str | None:
+    """Brings the newest checkpoint that is complete on some node to all nodes (collective).
+
+    Nodes may have different contents of one save, as where a script's own objects differ between ranks: those of one
+    of them count.
+
+    Args:
+        directory: a checkpoint, or a folder of checkpoints.
+        layout: the place of this rank.
+
+    Returns:
+        Where this node has it; None if no node has a complete one.
+    """
+    root = Path(os.path.realpath(directory))
+    newest, problems = find_newest(root, layout, takes_any=True)
+    if newest is None:
+        return None
+    warn_of(problems, newest, layout)
+    return str(bring_to_all_nodes(newest, root, layout))
 
 
 def newest_checkpoint(directory: str | os.PathLike, layout: NodeLayout) -> str | None:

@@ -110,13 +110,14 @@ def enter_partial_folder(stack: ExitStack, final: Path, identity: str) -> Path |
 
 
 def find_newest(
-    directory: Path, layout: NodeLayout, check_document: DocumentCheck | None = None
+    directory: Path, layout: NodeLayout, check_document: DocumentCheck | None = None, *, takes_any: bool = False
 ) -> tuple[Newest | None, list[str]]:
     """Finds the newest checkpoint at or in `directory` that is complete on some node, and what is wrong with others.
 
     Collective. Newest is by order of saving. Checksums and contents of its files are verified on every node that has
     it; a node whose copy is damaged counts as lacking it, and all do if their documents differ. `check_document`
-    checks loaders and extra values, which belong to the caller.
+    checks loaders and extra values, which belong to the caller. With `takes_any` documents may differ: nodes that do
+    not have that of the first holder count as lacking it.
     """
     found: list[Found] = []
     with errors_on_all_ranks(f"searching for checkpoints in {directory}"):
@@ -141,6 +142,8 @@ def find_newest(
         answers = all_objects((layout.node, path, candidate.relative if candidate else "", problem, document_crc32))
         problems += [f"node {answer[0]}: {answer[3]}" for answer in answers if answer[3] is not None]
         holders = [rank for rank, answer in enumerate(answers) if answer[1] is not None]
+        if takes_any:
+            holders = [rank for rank in holders if answers[rank][4] == answers[holders[0]][4]]
         if len({answers[rank][4] for rank in holders}) > 1:
             # Nodes would go on from different places, and which of them is right cannot be told.
             problems.append(

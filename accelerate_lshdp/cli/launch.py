@@ -26,6 +26,7 @@ from accelerate_lshdp.cli.config import (
     make_layout,
     render_node,
 )
+from accelerate_lshdp.cli.elastic import ElasticJob, add_elastic_arguments, run_elastic
 from accelerate_lshdp.cli.launch_config import read_launch_config
 from accelerate_lshdp.cli.launch_hosts import (
     Job,
@@ -36,7 +37,8 @@ from accelerate_lshdp.cli.launch_hosts import (
 )
 from accelerate_lshdp.cli.node_heartbeats import add_heartbeat_arguments, noticing_lost_nodes
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
-from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
+from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Elastic, Plan, PlanError
+from accelerate_lshdp.documents.plan_sections import LARGEST_ELASTIC
 from accelerate_lshdp.hosts.script_files import code_beside, from_here
 from accelerate_lshdp.runtime.option_advice import variable_of
 from accelerate_lshdp.runtime.temporary_files import vanishing_file
@@ -109,6 +111,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
     add_heartbeat_arguments(parser)
+    add_elastic_arguments(parser)
     add_hosts_arguments(parser.add_argument_group("all machines from this one"))
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python file (or module) to run")
@@ -130,6 +133,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.module and not os.path.isfile(arguments.script):
         raise ValueError(f"there is no script {arguments.script!r}; name a Python file, or a module after -m")
     if arguments.hosts is not None:
+        if plan is not None and plan.elastic is not None:
+            raise ValueError(
+                "found --hosts and an elastic run, whose launchers must not depend on one command: start one on each"
+                " machine"
+            )
         return run_job(arguments, _job(arguments, plan), plan)
     # Temporary files have to stay until all ranks have ended.
     with ExitStack() as stack:
@@ -155,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_plan(plan, config, given)
         _set_environment(arguments, plan, config)
         _print_launch(config, arguments)
+        if plan is not None and plan.elastic is not None:
+            return run_elastic(_elastic_job(arguments, plan, config))
         if config.num_machines > 1:
             meeting = _meeting(plan, config, arguments)
             stack.enter_context(report_waiting(meeting, has_started_ranks))
@@ -164,6 +174,16 @@ def run(arguments: argparse.Namespace) -> int:
         return accelerate_launch(
             ["--config_file", str(config_file), *overrides, *shim, arguments.script, *arguments.script_args]
         )
+
+
+def _elastic_job(arguments: argparse.Namespace, plan: Plan, config: ClusterConfig) -> ElasticJob:
+    """What this node runs in an elastic run."""
+    environment = {"ACCELERATE_MIXED_PRECISION": str(config.mixed_precision or "no")}
+    # Libraries of devices do not survive a fork.
+    script = None if not config.use_cpu else "" if arguments.module else arguments.script
+    words = [*(["-m"] if arguments.module else []), arguments.script, *arguments.script_args]
+    meeting = _meeting(plan, config, arguments)
+    return ElasticJob(meeting, local_ranks(config), plan, words, script, environment, arguments.notice_after)
 
 
 def _job(arguments: argparse.Namespace, plan: Plan | None) -> Job:
@@ -185,8 +205,9 @@ def _job(arguments: argparse.Namespace, plan: Plan | None) -> Job:
 def _plan(arguments: argparse.Namespace) -> Plan | None:
     """The plan of the run; None: every loader keeps its own batch size on every rank."""
     if arguments.auto:
-        return _automatic_plan(arguments)
+        return _made_elastic(_automatic_plan(arguments), arguments)
     plan = Plan.load(arguments.plan) if arguments.plan is not None else Plan.from_environment()
+    plan = _made_elastic(plan, arguments)
     if arguments.placement is not None and plan is not None and not plan.leaves_placement_open:
         found = f'strategy "{plan.strategy}"' if plan.placement is None else "a placement of its own"
         raise PlanError(
@@ -196,6 +217,16 @@ def _plan(arguments: argparse.Namespace) -> Plan | None:
             source=plan.source,
         )
     return plan
+
+
+def _made_elastic(plan: Plan | None, arguments: argparse.Namespace) -> Plan | None:
+    """The plan with the bounds of --elastic, if they were given."""
+    if arguments.elastic is None:
+        return plan
+    if plan is None:
+        raise ValueError("found --elastic without a plan, expected --auto, or a plan with automatic batch sizes")
+    low, high = arguments.elastic
+    return replace(plan, elastic=Elastic(low, LARGEST_ELASTIC if high is None else high))
 
 
 def _automatic_plan(arguments: argparse.Namespace) -> Plan:

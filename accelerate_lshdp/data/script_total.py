@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate_lshdp.data.cut import GlobalBatchCut, count_batches, largest_remainder
+from accelerate_lshdp.runtime.elastic_rank import ranks_at_start
 
 
 def cut_like_script(source: Any, world_size: int, planned: GlobalBatchCut | None) -> GlobalBatchCut:
@@ -38,6 +39,7 @@ def script_total(source: Any, world_size: int) -> int | None:
     """
     if not isinstance(source.batch_size, int):
         return None
+    world_size = ranks_at_start(world_size)
     if not source.split_batches:
         return source.batch_size * world_size
     if source.batch_size % world_size:
@@ -50,6 +52,7 @@ def script_total(source: Any, world_size: int) -> int | None:
 
 def _total_without_batch_size(source: Any, world_size: int, planned: GlobalBatchCut | None) -> int:
     """A total with which an epoch has as many global batches as plain accelerate makes of the batch sampler's."""
+    world_size = ranks_at_start(world_size)
     known = source.batches_and_samples()
     if known is None and planned is not None:
         return planned.total  # the script cannot have computed anything from a length

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate_lshdp.documents.atomic_files import write_atomically
 from accelerate_lshdp.documents.cluster import Cluster, Link, Node
 from accelerate_lshdp.documents.placement import ModelPlacement, check_placement
-from accelerate_lshdp.documents.plan_checks import check_fits_run, check_sections_agree
+from accelerate_lshdp.documents.plan_checks import check_elastic, check_fits_run, check_sections_agree
 from accelerate_lshdp.documents.plan_digest import digest_of
 from accelerate_lshdp.documents.plan_sections import (
     DEAD_BAND,
@@ -27,6 +27,7 @@ from accelerate_lshdp.documents.plan_sections import (
     Automatic,
     Batch,
     Communication,
+    Elastic,
     RankBatch,
 )
 from accelerate_lshdp.documents.plan_text import describe_plan
@@ -50,6 +51,7 @@ __all__ = [
     "Batch",
     "Cluster",
     "Communication",
+    "Elastic",
     "Link",
     "Node",
     "Plan",
@@ -61,7 +63,7 @@ __all__ = [
 PLAN_VERSION = 1
 PLAN_VARIABLE = "ACCELERATE_LSHDP_PLAN"
 _ANNOTATIONS = ("profile", "predicted", "certificate")
-_KEYS = ("batch", "automatic", "communication", "cluster", "placement", *_ANNOTATIONS)
+_KEYS = ("batch", "automatic", "communication", "cluster", "placement", "elastic", *_ANNOTATIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Plan(Record):
         profile, predicted, certificate: JSON objects from the planner, carried unchanged.
         automatic: the run finds its batch sizes itself. It starts with `batch`, or without one with an equal split of
             `automatic.total`, or of the script's own batch size times the number of ranks.
+        elastic: nodes may be lost and come; batch sizes are automatic then.
         placement: where each unit of the model keeps its parameters, under strategy "osdp"; None: all as the strategy
             says.
 
@@ -97,6 +100,7 @@ class Plan(Record):
     certificate: dict[str, Any] | None = entry(optional(OBJECT), default=None, hash=False, repr=False)
     automatic: Automatic | None = entry(optional(record(Automatic)), default=None)
     placement: ModelPlacement | None = entry(optional(record(ModelPlacement)), default=None)
+    elastic: Elastic | None = entry(optional(record(Elastic)), default=None)
     source: str | None = field(default=None, init=False, compare=False, repr=False)
 
     def _check_together(self) -> None:
@@ -104,6 +108,7 @@ class Plan(Record):
         check_sections_agree(
             self.strategy, self.communication, self.batch, self.cluster, self.automatic, self.placement
         )
+        check_elastic(self.elastic, self.automatic, self.placement)
 
     @classmethod
     def from_batch_sizes(
@@ -195,6 +200,15 @@ class Plan(Record):
     def with_automatic(self, automatic: Automatic) -> Plan:
         """This plan with automatic batch sizes, which start from the sizes of the plan."""
         return self._changed(automatic=automatic)
+
+    def for_ranks(self, ranks: int) -> Plan:
+        """This plan for the ranks that are there now: with its batch sizes if they are for as many, else without."""
+        # Nodes are in another order when some have returned.
+        if self.batch is None or self.world_size == ranks:
+            curves = None if self.profile is None else self.profile if self.world_size == ranks else None
+            return self._changed(cluster=None, profile=curves)
+        total = replace(self.automatic, total=self.batch.total)
+        return self._changed(batch=None, automatic=total, cluster=None, profile=None, predicted=None, certificate=None)
 
     def with_placement(self, placement: ModelPlacement) -> Plan:
         """This plan with another placement of the model's units, without the prediction and certificate of the old.

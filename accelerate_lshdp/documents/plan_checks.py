@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from accelerate_lshdp.documents.cluster import Cluster
 from accelerate_lshdp.documents.placement import ModelPlacement, UnitStore
-from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication
+from accelerate_lshdp.documents.plan_sections import Automatic, Batch, Communication, Elastic
 from accelerate_lshdp.documents.strategy import Strategy
 from accelerate_lshdp.documents.value_checks import PlanError
 from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
@@ -38,6 +38,28 @@ def check_sections_agree(
         _check_automatic_start(batch, automatic)
     if WIRE_FORMATS[communication.dtype].between_nodes_only:
         _check_format(communication.dtype, strategy, placement)
+
+
+def check_elastic(elastic: Elastic | None, automatic: Automatic | None, placement: ModelPlacement | None) -> None:
+    """Checks that a run whose nodes come and go finds its batch sizes itself.
+
+    Raises:
+        PlanError: its batch sizes or its placement are for certain ranks.
+    """
+    if elastic is None:
+        return
+    if automatic is None:
+        raise PlanError(
+            'found no automatic batch sizes, expected the section "automatic": the ranks of an elastic run change.'
+            ' Add "automatic": {"total": ...}, or leave "elastic" out.',
+            path="elastic",
+        )
+    if placement is not None:
+        raise PlanError(
+            "found a placement of the model's units, which is made for the memory of certain ranks, expected none."
+            ' Choose another strategy than "osdp".',
+            path="placement",
+        )
 
 
 def _check_format(dtype: str, strategy: Strategy, placement: ModelPlacement | None) -> None:

@@ -18,8 +18,7 @@ def digest_of(sections: Mapping[str, Any], left_out: Collection[str]) -> str:
     """
     # Automatic sizes change the speed only. Plans written before a section existed keep their digest.
     left_out = {*left_out, "automatic" if sections["automatic"] is None else "batch"}
-    if sections["placement"] is None:
-        left_out.add("placement")
+    left_out |= {name for name in ("placement", "elastic") if sections[name] is None}
     document = {name: section for name, section in sections.items() if name not in left_out}
     # Sorted keys and no blanks: equal plans have equal bytes, whatever order their files have.
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))

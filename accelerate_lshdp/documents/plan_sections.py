@@ -14,6 +14,9 @@ from accelerate_lshdp.documents.wire_format import WIRE_FORMATS
 REBALANCE_EVERY, DEAD_BAND = 10, 0.03
 POWERSGD_RANK, POWERSGD_WARMUP_STEPS = 8, 10
 COMMUNICATION_DTYPES = tuple(WIRE_FORMATS)
+#: Nodes of an elastic run: the launchers of all of them tell each other what they know.
+LARGEST_ELASTIC = 16
+ON_PARTITION = ("wait", "continue")
 INTRA_NODE = ("auto", "shared_memory", "collectives")
 
 
@@ -130,6 +133,30 @@ class Automatic(Record):
             raise PlanError(
                 f"found {self.dead_band}, expected less than 1: a share of the step time, such as 0.03.",
                 path="dead_band",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic(Record):
+    """Nodes may be lost and come while the run trains, which goes on with those that are there.
+
+    Args:
+        min_nodes: with fewer the run waits.
+        max_nodes: more are not let in.
+        on_partition: what nodes do that cannot reach more than half of the others: "wait" with the state that they
+            have, or "continue", where two parts of a network that has split train on, and one of them in vain.
+    """
+
+    min_nodes: int = entry(integer(least=1), default=1)
+    max_nodes: int = entry(integer(least=1), default=LARGEST_ELASTIC)
+    on_partition: str = entry(choice(ON_PARTITION), default=ON_PARTITION[0])
+
+    def _check_together(self) -> None:
+        if not self.min_nodes <= self.max_nodes <= LARGEST_ELASTIC:
+            raise PlanError(
+                f"found {self.min_nodes} to {self.max_nodes} nodes, expected at least as many as least and at most"
+                f" {LARGEST_ELASTIC}.",
+                path="max_nodes",
             )
 
 

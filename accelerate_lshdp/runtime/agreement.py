@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accelerate_lshdp.runtime.failures import failures_explained
+from accelerate_lshdp.runtime.lone import has_others
 
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGro
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     else:
         message = error
-    if dist.is_available() and dist.is_initialized():
+    if has_others():
         # Texts, not exceptions: what one rank can pickle, another may not be able to read. Every rank sends one, None
         # included, so that all take part, and all raise the same or none does.
         messages: list[str | None] = [None] * dist.get_world_size(group)

@@ -16,6 +16,8 @@ _LOST = re.compile(r"Connection (closed|reset|refused)|Broken pipe|failed to (re
 _UNREACHABLE = re.compile(r"No route to host|(Network|Host) is unreachable|Network is down", re.IGNORECASE)
 _LATE = re.compile(r"timed? ?-?out", re.IGNORECASE)
 
+#: torch's errors of the store in which ranks meet, which another process has.
+_OF_THE_STORE = ("DistNetworkError", "DistStoreError")
 _RESUME = "Then start the run again on all nodes, from the last checkpoint"
 _LOST_TEXT = (
     "the connection to another rank was lost: its process has ended (an error of its own, killed, out of memory), or "
@@ -69,6 +71,8 @@ def follows_another(error: BaseException) -> bool:
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Whether an error is one of torch's own for a peer that is gone, from a collective that nobody explains."""
+    if type(error).__name__ in _OF_THE_STORE and type(error).__module__.startswith("torch"):
+        return True
     is_of_torch = type(error).__module__.startswith("torch.distributed") or "gloo/transport" in str(error)
     return isinstance(error, RuntimeError) and is_of_torch and _explanation(error) is not None
 

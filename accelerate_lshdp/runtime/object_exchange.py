@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.groups import host_backend
+from accelerate_lshdp.runtime.lone import has_others
 
 
 _T = TypeVar("_T")
@@ -34,7 +35,7 @@ class NodeLayout:
     device: torch.device
 
     def __post_init__(self) -> None:
-        found = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+        found = (dist.get_rank(), dist.get_world_size()) if has_others() else (0, 1)
         if (self.rank, self.world_size) != found:
             raise ValueError(
                 f"the layout says rank {self.rank} of {self.world_size}, "
@@ -100,7 +101,7 @@ class Attempt:
 
 def all_objects(value: Any) -> list[Any]:
     """Gathers one picklable value a rank, in rank order, on every rank (collective)."""
-    if not _is_distributed():
+    if not has_others():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -109,7 +110,7 @@ def all_objects(value: Any) -> list[Any]:
 
 def object_from(source: int, value: Any) -> Any:
     """Broadcasts rank `source`'s picklable value; the other ranks' values are ignored (collective)."""
-    if not _is_distributed():
+    if not has_others():
         return value
     box = [value if dist.get_rank() == source else None]
     dist.broadcast_object_list(box, src=source)
@@ -124,7 +125,7 @@ def broadcast_bytes(
     A world without a backend for CPU tensors (nccl alone) is served through `device`.
     """
     # Sizes are the same on all ranks, so all of them skip an empty buffer.
-    if not _is_distributed() or buffer.numel() == 0:
+    if not has_others() or buffer.numel() == 0:
         return
     if host_backend() is None:
         dist.broadcast(buffer, src=source, group=group)
@@ -166,7 +167,3 @@ def broadcast_tensor(
     # As bytes, because no backend reduces or copies every dtype that a checkpoint can hold.
     broadcast_bytes(as_bytes(value), source, layout.device, group)
     return value
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -55,6 +55,8 @@ class RankReport(NamedTuple):
     """What makes the step wrong on this rank, counted from 1 in `ranks_in_step.PROBLEMS`; 0: nothing."""
     stop_signal: int = 0
     """Number of a signal that has asked it to save and end; 0: none has."""
+    pauses: int = 0
+    """Whether its launcher wants it to leave after this step, as nodes come or go."""
 
 
 _REPORT_BYTES = len(RankReport._fields) * np.dtype(np.float64).itemsize

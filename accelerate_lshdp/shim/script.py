@@ -36,6 +36,7 @@ _OF_MIXED_TENSORS = (
     " Train under lsdp or ddp, which keep parameters whole; docs/troubleshooting.md says more."
 )
 _ENTRY_POINT = os.path.join(os.path.dirname(os.path.dirname(__file__)), "run.py")
+_WARM_ENTRY_POINT = os.path.join(os.path.dirname(__file__), "warm_ranks.py")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             _run_module(arguments.script, arguments.script_args)
         else:
             _run_file(arguments.script, arguments.script_args)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code and os.environ.get("LSDP_ELASTIC") is not None:  # a script may make it of any error
+            _leave_if_others_are_lost(end)
         raise
     except BaseException as error:
         _hide_own_frames()
@@ -76,9 +79,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         if not follows_another(error):
             raise
+        if os.environ.get("LSDP_ELASTIC") is not None:
+            _leave_if_others_are_lost(error)
         # As the interpreter would show it; its code tells launchers that another rank's failure is the cause.
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(FOLLOWS_ANOTHER)
+
+
+def _leave_if_others_are_lost(error: BaseException) -> None:
+    """Ends a rank of an elastic run that has lost others; its launcher starts it again with those that are there."""
+    from accelerate_lshdp.accelerator.state_keeper import state_keeper
+    from accelerate_lshdp.runtime.failures import follows_another
+
+    if follows_another(error):
+        found = error.__cause__ or error.__context__ or error
+        print(f"accelerate_lshdp.run: other ranks were lost: {found}"[:500], file=sys.stderr, flush=True)
+        state_keeper().leave_after_failure()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -149,7 +165,7 @@ def _hide_own_frames() -> None:
 
 
 def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    own = (__file__, _ENTRY_POINT, runpy.__file__, "<frozen runpy>")
+    own = (__file__, _ENTRY_POINT, _WARM_ENTRY_POINT, runpy.__file__, "<frozen runpy>")
     while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
         traceback = traceback.tb_next
     return traceback

@@ -22,7 +22,8 @@ from accelerate_lshdp.checkpoint.model import plain_name
 from accelerate_lshdp.data.loader import EVALUATION, TRAINING, HeterogeneousDataLoader
 from accelerate_lshdp.data.weighting import weigh
 from accelerate_lshdp.engine.stores.fsdp2.whole_states import whole_states
-from accelerate_lshdp.trainer import checkpoints
+from accelerate_lshdp.runtime.elastic_rank import ranks_at_start
+from accelerate_lshdp.trainer import checkpoints, kept_state
 from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_accumulation, script_steps
 from accelerate_lshdp.trainer.agreed_stop import keeping_the_stopped_step, stopping_at_signals
 from accelerate_lshdp.trainer.checks import check_arguments, check_train_loader, warn_of_weighting
@@ -42,6 +43,7 @@ class TrainerOverrides(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Resumes all ranks from one checkpoint, the newest that any node has if the script leaves the choice."""
         self._lshdp_drives()
+        resume_from_checkpoint = kept_state.to_continue_from(self) or resume_from_checkpoint
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoints.checkpoint_of_all_nodes(self, resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -62,6 +64,7 @@ class TrainerOverrides(Trainer):
                 accumulation_of_script(self),
                 checkpoints.skipping_in_samples(),
                 stopping_at_signals(self),
+                kept_state.kept(self),
             ):
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -87,13 +90,19 @@ class TrainerOverrides(Trainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # of a training that is continued from its very end
+            self.control.should_training_stop = True
+            return
         with own_accumulation(self):
             super()._run_epoch(*args, **kwargs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         self._lshdp_drives()
         planned = self.accelerator.plan.total_batch_size
-        return super().get_total_train_batch_size(args) if planned is None else planned * script_steps(self)
+        if planned is not None:
+            return planned * script_steps(self)
+        ranks = self.accelerator.num_processes
+        return super().get_total_train_batch_size(args) // ranks * ranks_at_start(ranks)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         self._lshdp_drives()

@@ -82,7 +82,7 @@ def test_failures_that_follow_from_a_lost_rank_are_known() -> None:
         try:
             raise CommunicationError("lost")
         except CommunicationError:
-            raise RuntimeError("could not log this step")  # noqa: B904: as scripts do
+            raise RuntimeError("could not log this step")  # noqa: B904
 
     def unexplained() -> None:
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")

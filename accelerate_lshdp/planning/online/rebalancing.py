@@ -325,6 +325,48 @@ class Rebalancer:
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
+    def learned(self) -> list[dict[str, Any]]:
+        """What was learned of each rank, as JSON values that `go_on_with` takes, also for other ranks beside it."""
+        pairs = zip(self._curves, self._fixed, strict=True)
+        return [{"curve": curve.state_dict(), "fixed_seconds": list(fixed)} for curve, fixed in pairs]
+
+    def go_on_with(self, learned: Sequence[Mapping[str, Any] | None]) -> None:
+        """Begins with what was learned of some of the ranks in another set of ranks, and with the sizes that follow.
+
+        Ranks of which nothing is known are taken to be as fast as the others on average, until they have trained.
+
+        Args:
+            learned: one entry a rank; None: nothing is known of it.
+
+        Raises:
+            ValueError: an entry is malformed. Nothing has changed then.
+        """
+        if len(learned) != len(self._sizes):
+            raise ValueError(f"found {len(learned)} entries of ranks, expected {len(self._sizes)}, one a rank")
+        curves, fixed = [], []
+        for profile, entry in zip(self._profiles, learned, strict=True):
+            curve = LearnedCurve(profile)
+            if entry is not None:
+                _require_keys(entry, ("curve", "fixed_seconds"))
+                curve.load_state_dict(entry["curve"])
+            curves.append(curve)
+            fixed.append([] if entry is None else _times(entry["fixed_seconds"], "fixed_seconds"))
+        self._curves, self._fixed = curves, fixed
+        if not any(curve.known for curve in curves):
+            return
+        most = self._total - len(self._sizes) + 1
+        tables = [
+            curve.table(most) + (median_low(seconds) if seconds else 0.0) if curve.known else None
+            for curve, seconds in zip(curves, fixed, strict=True)
+        ]
+        known = [table for table in tables if table is not None]
+        average = sum(known) / len(known)
+        profiles = [
+            RankProfile(TimeCurve(range(1, most + 1), (average if table is None else table).tolist()), most)
+            for table in tables
+        ]
+        self._sizes = list(plan_fixed_total(profiles, self._total).batch_sizes)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken, with the same decisions from the same steps.
 
