@@ -226,14 +226,21 @@ def training_objects(accelerator: Accelerator, session: Session) -> TrainingObje
             "accelerate_step": accelerator.step,
             "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
             "automatic_sizes": None if session.sizing is None else session.sizing.state_dict(),
-            "machines": {} if session.sizing is None else session.sizing.of_machines(),
             "losses": session.losses.findings,
-            "schedules": None
-            if session.keeper is None
-            else schedule_position.note(accelerator._schedulers, session.world_size),
             _SUMS_INSIDE_NODES: True,
+            **_of_elastic_run(accelerator, session),
         },
     )
+
+
+def _of_elastic_run(accelerator: Accelerator, session: Session) -> dict[str, Any]:
+    """What a run needs whose nodes come and go."""
+    if session.keeper is None:
+        return {}
+    return {
+        "machines": {} if session.sizing is None else session.sizing.of_machines(),
+        "schedules": schedule_position.note(accelerator._schedulers, session.world_size),
+    }
 
 
 def positioned_loaders(accelerator: Accelerator) -> list[Any]:

@@ -89,7 +89,7 @@ class StateKeeper:
         self._buffer_names: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
         self.about_script: Callable[[], str | None] = lambda: None
         self.also_saved: Callable[[], dict[str, Any]] = dict
-        listen(rank.control_path(local_rank), self._hear)
+        listen(rank.memory.control(local_rank), self._hear)
 
     # What the training says
 
@@ -154,8 +154,8 @@ class StateKeeper:
         """What was kept of the generation before is old from now on, and the launcher sees that this one trains."""
         self._has_stepped = True
         if not self._local_rank:
-            shutil.rmtree(self._rank.state_folder, ignore_errors=True)
-        self._rank.stepped_path.touch()
+            shutil.rmtree(self._rank.memory.state, ignore_errors=True)
+        self._rank.memory.stepped(self._rank.generation).touch()
 
     def _now(self) -> _Moment:
         accelerator = self._accelerator()
@@ -238,7 +238,7 @@ class StateKeeper:
                 objects.custom += also.pop("custom", [])
                 objects.extra |= {**also, "accelerate_step": moment.micro_batches, EXTRA_STATE: self.about_script()}
                 save_checkpoint(
-                    self._rank.state_folder / _STATE,
+                    self._rank.memory.state / _STATE,
                     objects,
                     NodeLayout(0, 1, 0, 1, 0, session.device),
                     plan_digest="",
@@ -273,7 +273,7 @@ class StateKeeper:
 
     def bring(self, layout: NodeLayout) -> Path | None:
         """The newest state that any node has kept, now also on this one (collective); None: nobody has any."""
-        found = newest_checkpoint_everywhere(self._rank.state_folder / _STATE, layout)
+        found = newest_checkpoint_everywhere(self._rank.memory.state / _STATE, layout)
         return None if found is None else Path(found)
 
 
@@ -292,6 +292,8 @@ def why_not_kept(accelerator: Any) -> str | None:
     of_one_rank = all(len(group) == 1 for group in policies.shard_groups)
     if not whole and not of_one_rank:
         return f"strategy {session.strategy} spreads it over ranks ({topology.node_sizes} on the nodes)"
+    if policies.mechanism is Mechanism.STREAMED:
+        return f"strategy {session.strategy} ends a step while the next one is computed"
     if len(session.optimizers) > 1:
         return f"{len(session.optimizers)} optimizers step one after the other"
     if accelerator._save_model_state_pre_hook:

@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from accelerate_lshdp.cli.exit_codes import SIGNAL_BASE, shell_code
 from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE, end_with_launcher
 from accelerate_lshdp.runtime.passed_signals import pass_signals_on
@@ -15,8 +16,6 @@ from accelerate_lshdp.runtime.passed_signals import pass_signals_on
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-_SIGNAL_BASE = 128  # a shell's exit code for a process that signal n ended is 128 + n
 
 
 def accelerate_launch(argv: list[str]) -> int:
@@ -47,11 +46,11 @@ def accelerate_launch(argv: list[str]) -> int:
         launch_command(arguments)
     except ChildFailedError as error:  # several ranks
         print(error, file=sys.stderr)
-        return _shell_code(_cause(error))
+        return shell_code(_cause(error))
     except CalledProcessError as error:  # a single rank
-        return _shell_code(error.returncode)
+        return shell_code(error.returncode)
     except SignalException as ended:
-        return _SIGNAL_BASE + int(ended.sigval)
+        return SIGNAL_BASE + int(ended.sigval)
     return 0
 
 
@@ -60,8 +59,3 @@ def _cause(error: ChildFailedError) -> int:
     by_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     codes = [failure.exitcode for failure in by_time]
     return next((code for code in codes if code not in (FOLLOWS_ANOTHER, -signal.SIGTERM)), codes[0])
-
-
-def _shell_code(returncode: int) -> int:
-    """The exit code as a shell has it, from Python's return code (negative: ended by that signal)."""
-    return returncode if returncode >= 0 else _SIGNAL_BASE - returncode

@@ -10,27 +10,26 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
+from accelerate_lshdp.cli.elastic_meeting import bound_socket, new_member, port_of
+from accelerate_lshdp.cli.exit_codes import SIGNAL_BASE, shell_code
+from accelerate_lshdp.cli.node_memory import folder_in_memory
 from accelerate_lshdp.cli.node_ranks import NodeRanks
 from accelerate_lshdp.cli.waiting_nodes import Meeting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan
-from accelerate_lshdp.runtime.elastic_rank import ELASTIC_VARIABLE, KEEP, KEPT, PAUSE, ElasticRank
+from accelerate_lshdp.runtime.elastic_rank import ELASTIC_VARIABLE, KEEP, KEPT, PAUSE, ElasticRank, NodeFolder
 from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER
 from accelerate_lshdp.runtime.free_port import free_port
-from accelerate_lshdp.runtime.membership.generation import Generation, Member
+from accelerate_lshdp.runtime.membership.generation import Generation
 from accelerate_lshdp.runtime.membership.link import MembershipLink, View
 from accelerate_lshdp.runtime.membership.membership import Membership, Rules
 from accelerate_lshdp.runtime.membership.message import Status
@@ -53,9 +52,6 @@ _WAIT_SECONDS = 10.0
 _DEATHS, _DEATHS_SECONDS = 3, 600.0
 #: So many generations in a row that end without a step are no chance.
 _UNTRAINED = 4
-_SIGNAL_BASE = 128
-_SHARED_MEMORY = Path("/dev/shm")
-_FOLDER, _LOCK = "accelerate_lshdp_elastic_", "in_use"
 
 
 @dataclass(frozen=True)
@@ -99,13 +95,13 @@ def run_elastic(job: ElasticJob) -> int:
         0, the exit code of the script where it has failed first, or 128 + n after signal n.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(_folder_in_memory())
-        bound, address = _socket(job.meeting)
-        ranks = stack.enter_context(NodeRanks(job.script, job.arguments, folder))
+        memory = stack.enter_context(folder_in_memory())
+        bound, address = bound_socket(job.meeting)
+        ranks = stack.enter_context(NodeRanks(job.script, job.arguments, memory))
         # Before the others hear of this node: they stop for it when they do.
         ranks.wait_until_ready()
         link = stack.enter_context(MembershipLink(_membership(job, address), bound))
-        launcher = _Launcher(job, folder, link, ranks)
+        launcher = _Launcher(job, memory, link, ranks)
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
                 number = getattr(signal, name)
@@ -113,35 +109,13 @@ def run_elastic(job: ElasticJob) -> int:
         return launcher.run()
 
 
-@contextmanager
-def _folder_in_memory() -> Iterator[Path]:
-    """A folder for what ranks keep, removed at the end; also removes those of launchers that were killed."""
-    import fcntl  # not on all systems on which other commands run
-
-    where = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    for left in where.glob(f"{_FOLDER}*"):
-        with suppress(OSError), (left / _LOCK).open("a") as file:  # of another user
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    # Under another name until it is locked: a launcher that starts at the same time would take it for a left one.
-    made = Path(tempfile.mkdtemp(prefix=f".{_FOLDER}", dir=where))
-    folder = where / made.name.removeprefix(".")
-    try:
-        with (made / _LOCK).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            made.rename(folder)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _membership(job: ElasticJob, address: tuple[str, int]) -> Membership:
     meeting, elastic = job.meeting, job.plan.elastic
     # What runs, so that launchers of another run that is still there are not taken for ones of this.
     text = json.dumps([list(job.arguments), job.plan.digest()])
-    peers = [(each, _port(meeting, node)) for node, each in enumerate(meeting.addresses) if each is not None]
+    peers = [(each, port_of(meeting, node)) for node, each in enumerate(meeting.addresses) if each is not None]
     return Membership(
-        _member(address, job.ranks),
+        new_member(address, job.ranks),
         hashlib.sha256(text.encode()).hexdigest()[:32],
         [peer for peer in peers if peer != address],
         len(meeting.addresses) if meeting.node == 0 else 0,
@@ -151,42 +125,12 @@ def _membership(job: ElasticJob, address: tuple[str, int]) -> Membership:
     )
 
 
-def _member(address: tuple[str, int], ranks: int) -> Member:
-    return Member(f"{address[0]}:{address[1]}", secrets.token_hex(8), address, ranks, free_port())
-
-
-def _port(meeting: Meeting, node: int) -> int:
-    """The UDP port of a node's launcher: the same on all machines; on one machine each needs its own."""
-    return meeting.port + (node if meeting.address.startswith("127.") else 0)
-
-
-def _socket(meeting: Meeting) -> tuple[socket.socket, tuple[str, int]]:
-    """A socket at the address by which the others reach this node, and that address.
-
-    Raises:
-        ValueError: the address of node 0 is unknown, or the port is taken.
-    """
-    try:
-        main = socket.gethostbyname(meeting.address)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((main, meeting.port))  # sends nothing
-            own = main if meeting.node == 0 else probe.getsockname()[0]
-        bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        bound.bind((own, _port(meeting, meeting.node)))
-    except OSError as error:
-        raise ValueError(
-            f"the launcher of node {meeting.node} cannot meet the others at {meeting.address}:{meeting.port}: {error}."
-            " Correct --main-ip, or choose another --main-port on all nodes"
-        ) from error
-    return bound, bound.getsockname()
-
-
 @dataclass
 class _Launcher:
     """Follows the membership of a run, and has this node's ranks train as it says."""
 
     job: ElasticJob
-    folder: Path
+    memory: NodeFolder
     link: MembershipLink
     ranks: NodeRanks
     training: Generation | None = None
@@ -205,7 +149,7 @@ class _Launcher:
         """Leaves the run in order; at once if it comes again."""
         if self.signalled:
             self.ranks.kill()
-            sys.exit(_SIGNAL_BASE + number)
+            sys.exit(SIGNAL_BASE + number)
         self.signalled = number
 
     def run(self) -> int:
@@ -226,7 +170,8 @@ class _Launcher:
             return code
         if self.signalled:
             return self._leave(view)
-        if view.ended_before:
+        # Before this generation, or before this launcher was let in: nobody is any more.
+        if view.ended_before or (view.node is None and view.has_ended):
             _say("the training has ended on the other nodes")
             self.ranks.kill()
             return 0
@@ -256,10 +201,10 @@ class _Launcher:
         if view.node is None:
             if before is not None:
                 _say("this node was taken for lost, and the others went on; it joins them again")
-                shutil.rmtree(self.folder / "state", ignore_errors=True)
+                shutil.rmtree(self.memory.state, ignore_errors=True)
                 self.training = None
                 with self.link.changing() as membership:
-                    membership.start_anew(_member(membership.me.address, self.job.ranks))
+                    membership.start_anew(new_member(membership.me.address, self.job.ranks))
             return
         self.training = generation
         names = ", ".join(member.name for member in generation.members)
@@ -271,25 +216,23 @@ class _Launcher:
 
     def _end_ranks(self, *, in_order: bool) -> None:
         """Ends the ranks, which keep what they have."""
-        if in_order and self._can_keep():
-            self.ranks.tell(PAUSE.decode())
+        if in_order and self.ranks.listen:
+            self.ranks.tell(PAUSE)
             deadline = time.monotonic() + PAUSE_SECONDS
             # Not longer than all are there: one that is lost now ends no step any more.
-            while not self.ranks.wait(0.1) and time.monotonic() < deadline and not self.link.view().silent:
-                pass
-        self.ranks.tell(KEEP.decode())
-        self.ranks.wait(KEEP_SECONDS if self._can_keep() else 0.0)
+            view = self.link.view()
+            while not (view.silent or view.deaf or self.ranks.wait(0.1)) and time.monotonic() < deadline:
+                view = self.link.view()
+        self.ranks.tell(KEEP)
+        self.ranks.wait(KEEP_SECONDS if self.ranks.listen else 0.0)
         self.ranks.kill()
-
-    def _can_keep(self) -> bool:
-        """Whether ranks listen, as they do once they have an accelerator."""
-        return any(self.ranks.control_path(rank).exists() for rank in range(self.job.ranks))
 
     def _environment(self, generation: Generation, node: int, local_rank: int) -> dict[str, str]:
         sizes, first = generation.node_sizes, generation.members[0]
         machines = tuple(member.name for member in generation.members for _ in range(member.ranks))
+        plan = self.job.plan.for_ranks(sum(sizes), as_planned=generation.number == 1)
         told = ElasticRank(
-            str(self.folder),
+            str(self.memory.path),
             generation.number,
             generation.origin,
             generation.ranks_at_start,
@@ -306,7 +249,7 @@ class _Launcher:
             "GROUP_WORLD_SIZE": str(len(sizes)),
             "MASTER_ADDR": first.address[0],
             "MASTER_PORT": str(first.store_port),
-            PLAN_VARIABLE: json.dumps(self.job.plan.for_ranks(sum(sizes)).to_dict()),
+            PLAN_VARIABLE: json.dumps(plan.to_dict()),
             ELASTIC_VARIABLE: told.to_text(),
         }
 
@@ -325,18 +268,18 @@ class _Launcher:
         # Killed, or the ranks of another node were lost: what they have is kept, and they are started again.
         if view.has_ended:  # nothing changes any more, and others need not be waited for
             self.ranks.kill()
-            return _shell_code(next((code for code in self.ranks.codes if code < 0), FOLLOWS_ANOTHER))
+            return shell_code(next((code for code in self.ranks.codes if code < 0), FOLLOWS_ANOTHER))
         if self.lost_at is None:
             self.lost_at = time.monotonic()
             killed = [code for code in codes if code < 0]
             self.deaths += [self.lost_at] if killed else []
             # A generation in which no step was made may have lost a node; several have not.
-            self.untrained = 0 if (self.folder / f"stepped{self.training.number}").exists() else self.untrained + 1
+            self.untrained = 0 if self.memory.stepped(self.training.number).exists() else self.untrained + 1
             if self.untrained >= _UNTRAINED:
                 _say("the ranks do not reach each other: check with accelerate-lshdp doctor")
                 return self._fail(FOLLOWS_ANOTHER)
             if len([at for at in self.deaths if self.lost_at - at < _DEATHS_SECONDS]) >= _DEATHS:
-                return self._fail(_shell_code(killed[0]) if killed else FOLLOWS_ANOTHER)
+                return self._fail(shell_code(killed[0]) if killed else FOLLOWS_ANOTHER)
             self._end_ranks(in_order=False)
         # A node whose ranks are lost with it has to be noticed before; one that has lost its own ranks says so.
         rest = _REST_SECONDS if any(code < 0 for code in codes) else self.job.notice_seconds + _REST_SECONDS
@@ -379,11 +322,11 @@ class _Launcher:
             self.ranks.signal(self.signalled)
             self.ranks.wait(SAVE_SECONDS)
             self.ranks.kill()
-            return _SIGNAL_BASE + self.signalled if any(self.ranks.codes) or not self.ranks.count else 0
+            return SIGNAL_BASE + self.signalled if any(self.ranks.codes) or not self.ranks.count else 0
         if own is not None and time.monotonic() - self.leaving_since < PAUSE_SECONDS:
             return None
         self._end_ranks(in_order=own is None and self.lost_at is None)
-        return _SIGNAL_BASE + self.signalled
+        return SIGNAL_BASE + self.signalled
 
     # What is said
 
@@ -399,27 +342,28 @@ class _Launcher:
                     + (others if view.foreign else "")
                 )
             elif self.training is None:
-                _say(f"waits to be let in by the {len(view.generation.members)} nodes that train")
+                deaf = ", ".join(member.name for member in view.deaf)
+                why = f"; {deaf} hear nothing of it: let UDP through to them" if deaf else ""
+                _say(f"waits to be let in by the {len(view.generation.members)} nodes that train{why}")
         silent = {member.name: seconds for member, seconds in view.silent.items()}
         for name in silent.keys() - self.said_silent:
             _say(f"nothing is heard of {name} for {silent[name]:.1f} s: it is off, frozen, or its network is down")
+        deaf = set() if view.node is None else {member.name for member in view.deaf}
+        for name in deaf - self.said_silent:
+            _say(f"{name} does not hear this node, which hears it: a firewall or a route lets one direction through")
         members = {member.name for member in view.generation.members}
-        for name in (self.said_silent - silent.keys()) & members:
+        for name in (self.said_silent - silent.keys() - deaf) & members:
             _say(f"{name} is back")
-        self.said_silent = set(silent)
-        waits = bool(view.generation.number) and view.node is not None and bool(silent) and not view.has_quorum
+        self.said_silent = set(silent) | deaf
+        away = len(self.said_silent)
+        waits = bool(view.generation.number) and view.node is not None and away > 0 and not view.has_quorum
         if waits and not self.said_waiting:
-            others = len(view.generation.members) - len(silent)
+            others = len(view.generation.members) - away
             _say(
                 f"found {others} of {len(view.generation.members)} nodes, which are too few to go on: others may train"
                 " without them. They keep their state and wait for the rest (elastic.on_partition)"
             )
         self.said_waiting = waits
-
-
-def _shell_code(code: int) -> int:
-    """The exit code as a shell has it (negative: ended by that signal)."""
-    return code if code >= 0 else _SIGNAL_BASE - code
 
 
 def _say(text: str) -> None:

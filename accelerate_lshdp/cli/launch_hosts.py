@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accelerate_lshdp.cli.config import DEFAULT_PORT
+from accelerate_lshdp.cli.exit_codes import SIGNAL_BASE
 from accelerate_lshdp.documents.hosts import Host, load_hosts
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Plan, PlanError
 
@@ -293,7 +294,7 @@ def _ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP leave the block in order, as Ctrl-C does: what runs on the machines has to be ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
+        sys.exit(SIGNAL_BASE + number)
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     # What is ignored stays so: with nohup, a terminal that is closed.

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from accelerate_lshdp.runtime.elastic_rank import NodeFolder
 from accelerate_lshdp.shim.warm_ranks import command
 
 
@@ -26,12 +26,12 @@ class NodeRanks:
         script: the file into which the process that forks them looks for what to import, "" for a module; None: ranks
             are new interpreters.
         arguments: of the shim.
-        folder: of this node's run; ranks hear in there what they are to do.
+        memory: of this node, in which ranks hear what they are to do.
     """
 
-    def __init__(self, script: str | None, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, script: str | None, arguments: Sequence[str], memory: NodeFolder) -> None:
         self._arguments = list(arguments)
-        self._folder = folder
+        self._memory = memory
         self._codes: dict[str, int] = {}
         self._pids: dict[str, int] = {}
         self._set = 0
@@ -110,7 +110,7 @@ class NodeRanks:
         self._set += 1
         self._codes, self._pids = {}, {}
         for local_rank, environment in enumerate(environments):
-            self.control_path(local_rank).unlink(missing_ok=True)  # of a rank before, which listens no more
+            self._memory.control(local_rank).unlink(missing_ok=True)  # of a rank before, which listens no more
             request = {
                 "start": f"{self._set}.{local_rank}",
                 "arguments": self._arguments,
@@ -120,16 +120,17 @@ class NodeRanks:
         while len(self._pids) < len(environments):
             self._listen(1.0)
 
-    def tell(self, word: str) -> None:
+    @property
+    def listen(self) -> bool:
+        """Whether ranks hear what they are told, as they do once they have an accelerator."""
+        return any(self._memory.control(_local_rank(name)).exists() for name in self._pids)
+
+    def tell(self, word: bytes) -> None:
         """Tells the ranks something, as far as they listen: see ``accelerator.state_keeper``."""
         for name in self._pids:
             if name not in self._codes:
                 with suppress(OSError):  # one that has no accelerator yet
-                    self._talks.sendto(word.encode(), str(self.control_path(int(name.partition(".")[2]))))
-
-    def control_path(self, local_rank: int) -> Path:
-        """The socket on which a rank hears what it is to do."""
-        return self._folder / f"rank{local_rank}.control"
+                    self._talks.sendto(word, str(self._memory.control(_local_rank(name))))
 
     def wait(self, seconds: float) -> bool:
         """Waits until all ranks have ended; whether they have in so many seconds."""
@@ -183,3 +184,8 @@ class NodeRanks:
             self._pids[answer["started"]] = answer["pid"]
         elif answer["ended"] in self._pids:
             self._codes[answer["ended"]] = answer["code"]
+
+
+def _local_rank(name: str) -> int:
+    """The place on the node of a rank that was started under this name."""
+    return int(name.partition(".")[2])

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate_lshdp.cli.exit_codes import shell_code
 from accelerate_lshdp.runtime.parent_death import LAUNCHER_VARIABLE
 
 
@@ -153,7 +154,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     # A process of its own: the launcher sets environment variables and ends with the exit code of the ranks.
     with _termination_as_exit(), subprocess.Popen(command, env=_environment()) as process:
         try:
-            return _shell_code(process.wait())
+            return shell_code(process.wait())
         except BaseException:
             # The launcher ends its ranks. An interrupt of the terminal has reached it already, as it is in the same
             # process group.
@@ -166,7 +167,7 @@ def _termination_as_exit() -> Iterator[None]:
     """Turns SIGTERM into an exception inside the block, so that ranks are ended with this process."""
 
     def leave(number: int, frame: object) -> None:
-        raise SystemExit(_shell_code(-number))
+        raise SystemExit(shell_code(-number))
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
@@ -187,7 +188,3 @@ def _environment() -> dict[str, str]:
     # The host name may resolve to an interface that is down; on one machine the loopback always works.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment
-
-
-def _shell_code(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode

@@ -201,11 +201,16 @@ class Plan(Record):
         """This plan with automatic batch sizes, which start from the sizes of the plan."""
         return self._changed(automatic=automatic)
 
-    def for_ranks(self, ranks: int) -> Plan:
-        """This plan for the ranks that are there now: with its batch sizes if they are for as many, else without."""
-        # Nodes are in another order when some have returned.
+    def for_ranks(self, ranks: int, *, as_planned: bool) -> Plan:
+        """This plan for the ranks that are there now: with its batch sizes if they are for as many, else without.
+
+        Args:
+            ranks: how many.
+            as_planned: whether they are those that the plan was made for, in their order. Nodes are in another order
+                when some have returned, so curves of ranks are not theirs any more.
+        """
         if self.batch is None or self.world_size == ranks:
-            curves = None if self.profile is None else self.profile if self.world_size == ranks else None
+            curves = self.profile if as_planned and self.world_size == ranks else None
             return self._changed(cluster=None, profile=curves)
         total = replace(self.automatic, total=self.batch.total)
         return self._changed(batch=None, automatic=total, cluster=None, profile=None, predicted=None, certificate=None)

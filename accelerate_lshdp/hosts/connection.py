@@ -95,7 +95,7 @@ class HostConnection:
             threading.Thread(target=self._read_answers, daemon=True),
             threading.Thread(target=self._read_errors, daemon=True),
         ]
-        for reader in self._readers:
+        for reader in reversed(self._readers):  # the first waits for the second where the agent ends at once
             reader.start()
         try:
             ready = self._receive(None, time.monotonic() + READY_SECONDS, "to start")

@@ -22,11 +22,35 @@ PAUSE, KEEP = b"pause", b"keep"
 
 
 @dataclass(frozen=True)
+class NodeFolder:
+    """What the launcher of a node and its ranks have in a folder in memory.
+
+    Args:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @property
+    def state(self) -> Path:
+        """The state of the run, as ranks have kept it last."""
+        return self.path / "state"
+
+    def stepped(self, generation: int) -> Path:
+        """A file that is there once a rank of this node has made a step in a generation."""
+        return self.path / f"stepped{generation}"
+
+    def control(self, local_rank: int) -> Path:
+        """The socket on which a rank hears what it is to do."""
+        return self.path / f"rank{local_rank}.control"
+
+
+@dataclass(frozen=True)
 class ElasticRank:
     """This rank's generation.
 
     Args:
-        folder: of this node's run, in memory; the state of the run is kept in there.
+        folder: the path of its node's `NodeFolder`.
         generation: its number, from 1.
         origin: of the run.
         ranks_at_start: of the first generation, for which the script's batches and steps are meant.
@@ -42,18 +66,8 @@ class ElasticRank:
     since: float
 
     @property
-    def state_folder(self) -> Path:
-        """Where the state of the run is kept."""
-        return Path(self.folder) / "state"
-
-    @property
-    def stepped_path(self) -> Path:
-        """A file that is there once a rank of this node has made a step in this generation."""
-        return Path(self.folder) / f"stepped{self.generation}"
-
-    def control_path(self, local_rank: int) -> Path:
-        """The socket on which a rank of this node hears what it is to do."""
-        return Path(self.folder) / f"rank{local_rank}.control"
+    def memory(self) -> NodeFolder:
+        return NodeFolder(Path(self.folder))
 
     def to_text(self) -> str:
         """For the environment."""

@@ -85,8 +85,8 @@ class Liveness:
 
     def look(self, now: float) -> list[Change]:
         """What has changed since the last look. To be called once a beat."""
-        stopped = now - self._looked_at - 2 * self._beat_seconds
-        if stopped > 0:
+        stopped = now - self._looked_at
+        if stopped > 2 * self._beat_seconds:
             # This node was frozen itself, or had no processor: what it did not hear meanwhile says nothing of others.
             self._heard_at = [heard + stopped for heard in self._heard_at]
             self.silent = {node: heard + stopped for node, heard in self.silent.items()}

@@ -17,8 +17,9 @@ from accelerate.utils import DistributedType
 from launching import LaunchedProcesses, _run_together, free_port
 
 from accelerate_lshdp import Plan, __version__
-from accelerate_lshdp.cli import accelerate_launch, launch
+from accelerate_lshdp.cli import launch
 from accelerate_lshdp.cli.config import Layout, check_with_accelerate
+from accelerate_lshdp.cli.exit_codes import shell_code
 from accelerate_lshdp.cli.main import main
 from accelerate_lshdp.documents.plan import Cluster, Node
 
@@ -386,7 +387,7 @@ def test_launch_of_a_module_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_codes_of_signals_are_the_shells() -> None:
-    assert [accelerate_launch._shell_code(code) for code in (0, 3, -9)] == [0, 3, 137]
+    assert [shell_code(code) for code in (0, 3, -9)] == [0, 3, 137]
 
 
 def test_launch_prepares_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,17 +141,34 @@ def test_a_lost_member_is_out_in_three_seconds(count: int, seed: int, how: str) 
     assert network.members(0)[-1] == f"machine{lost}"
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_launcher_that_was_frozen_knows_nothing_of_others(frozen: bool) -> None:
-    network = begun(2, 1)
-    network.run(1)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 10**6), seconds=st.floats(1.0, 12.0))
+def test_a_launcher_that_was_frozen_knows_nothing_of_others(seed: int, seconds: float) -> None:
+    network = begun(2, seed)
+    network.run(1 + network.draw.random())
     network.frozen.add(0)
-    network.run(10)
+    network.run(seconds)
     network.frozen.clear()
     network.run(0.1)
     # The second half has not the first-listed member, so it waits; and the first has not lost the second.
     network.run(5)
     assert network.together() and network.current(0).number == 1
+
+
+def test_two_that_come_and_do_not_hear_each_other_are_not_both_let_in() -> None:
+    network = begun(4, 16)
+    network.off |= {2, 3}
+    network.run(5)
+    assert network.members(0) == ["machine0", "machine1"]
+    number = network.current(0).number
+    network.off.clear()
+    network.launchers[2:] = [network.start(2), network.start(3)]
+    network.cuts = {frozenset((2, 3))}
+    network.run(20)
+    assert len(network.members(0)) == 3 and network.current(0).number == number + 1
+    network.cuts.clear()
+    network.run(6)
+    assert network.together()
 
 
 def test_half_goes_on_with_the_member_that_is_listed_first() -> None:
@@ -221,15 +237,42 @@ def test_the_larger_part_wins_when_parts_that_went_on_meet() -> None:
 def test_a_member_that_does_not_hear_of_it_is_left_out_again() -> None:
     """Its datagrams come, and those to it do not, as behind some firewalls."""
     network = begun(3, 13)
+    send = network.send
+    network.send = lambda sender, receiver, message: None if receiver == 2 else send(sender, receiver, message)
+    network.run(4)
+    assert network.members(0) == ["machine0", "machine1"] and network.current(2).number == 1
+    assert all(launcher.node is not None for launcher in network.launchers[:2])
+
+
+def test_two_members_that_do_not_hear_each_other_are_not_both_in() -> None:
+    """Both reach the third: a cable or a firewall between two of them alone."""
+    network = begun(3, 15)
+    network.cuts = {frozenset((0, 1))}
+    network.run(4)
+    number = network.current(2).number
+    assert number == 2 and network.members(2) in (["machine0", "machine2"], ["machine1", "machine2"])
+    network.run(30)
+    assert network.current(2).number == number  # the other one is not in and out again
+    network.cuts.clear()
+    network.run(8)
+    assert network.together()
+
+
+def test_who_does_not_hear_the_members_is_not_let_in() -> None:
+    """It could not train with them, and each change would end their ranks."""
+    network = begun(3, 13)
     network.off.add(2)
     network.run(4)
+    number = network.current(0).number
     network.off.clear()
     network.launchers[2] = network.start(2)
     send = network.send
     network.send = lambda sender, receiver, message: None if receiver == 2 else send(sender, receiver, message)
-    network.run(8)
-    assert network.members(0) == ["machine0", "machine1"] or network.current(0).number > 3
-    assert all(launcher.node is not None for launcher in network.launchers[:2])
+    network.run(30)
+    assert network.members(0) == ["machine0", "machine1"] and network.current(0).number == number
+    network.send = send
+    network.run(6)
+    assert network.together()
 
 
 def test_a_launcher_of_another_run_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.documents.plan import Elastic, Plan, PlanError
 from accelerate_lshdp.planning.online.rebalancing import Rebalancer
 
@@ -39,8 +40,16 @@ def test_what_cannot_be_elastic_is_said(document: dict, message: str) -> None:
 def test_a_plan_for_other_ranks_keeps_its_total_alone() -> None:
     sizes = {"total": 12, "ranks": [{"rank": 0, "micro_batch_size": 8}, {"rank": 1, "micro_batch_size": 4}]}
     plan = Plan.from_dict({**AUTOMATIC, "batch": sizes, "elastic": {}})
-    assert plan.for_ranks(2) == plan
-    assert (plan.for_ranks(3).batch, plan.for_ranks(3).total_batch_size) == (None, 12)
+    assert plan.for_ranks(2, as_planned=True) == plan
+    three = plan.for_ranks(3, as_planned=False)
+    assert (three.batch, three.total_batch_size) == (None, 12)
+
+
+def test_curves_are_not_for_ranks_in_another_order() -> None:
+    sizes = {"total": 12, "ranks": [{"rank": 0, "micro_batch_size": 8}, {"rank": 1, "micro_batch_size": 4}]}
+    plan = Plan.from_dict({**AUTOMATIC, "batch": sizes, "elastic": {}, "profile": {"ranks": []}})
+    assert plan.for_ranks(2, as_planned=True).profile == {"ranks": []}
+    assert plan.for_ranks(2, as_planned=False).profile is None
 
 
 def trained(sizes: list[int], seconds: list[float], steps: int = 40) -> Rebalancer:
@@ -64,6 +73,28 @@ def test_ranks_go_on_with_what_was_learned_of_them() -> None:
     three = Rebalancer([4, 4, 4])
     three.go_on_with([known[2], known[0], None])
     assert three.batch_sizes[0] < three.batch_sizes[2] < three.batch_sizes[1] and sum(three.batch_sizes) == 12
+
+
+def test_nobody_begins_far_beyond_what_it_has_trained() -> None:
+    """A larger batch may not fit its memory, and there is no step before it that could say so."""
+    before = trained([2, 22], [0.001, 0.02], steps=6)
+    known = before.learned()
+    largest = known[0]["curve"]["largest"]
+    two = Rebalancer([12, 12])
+    two.go_on_with(known)
+    assert largest == 2 and two.batch_sizes == [4 * largest, 24 - 4 * largest]
+    # Where that leaves no room for the global batch, somebody has to.
+    one = Rebalancer([24])
+    one.go_on_with(known[:1])
+    assert one.batch_sizes == [24]
+
+
+def test_measured_memory_bounds_what_ranks_begin_with() -> None:
+    known = trained([4, 4], [0.001, 0.02]).learned()
+    curve = TimeCurve(range(1, 25), [0.01 * size for size in range(1, 25)])
+    two = Rebalancer([12, 12], profiles=[RankProfile(curve, 4), RankProfile(curve, 24)])
+    two.go_on_with(known)  # the fast one has memory for 4
+    assert two.batch_sizes == [4, 20]
 
 
 def test_strangers_begin_with_equal_sizes() -> None:

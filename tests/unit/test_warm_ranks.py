@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_lshdp.cli.node_ranks import NodeRanks
+from accelerate_lshdp.runtime.elastic_rank import NodeFolder
 from accelerate_lshdp.shim.warm_ranks import imports_of
 
 
@@ -40,7 +41,7 @@ def test_ranks_are_started_and_their_codes_told(
         "time.sleep(60 if os.environ['RANK'] == '2' else 0)\n"
         "sys.exit(int(os.environ['RANK']))\n"
     )
-    with NodeRanks(str(script) if forked else None, ["train.py", "--steps", "3"], tmp_path) as ranks:
+    with NodeRanks(str(script) if forked else None, ["train.py", "--steps", "3"], NodeFolder(tmp_path)) as ranks:
         ranks.start([{"RANK": "0"}, {"RANK": "3"}])
         assert ranks.wait(60) and sorted(ranks.codes) == [0, 3]
         ranks.start([{"RANK": "2"}])

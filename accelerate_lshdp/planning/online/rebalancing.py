@@ -21,7 +21,6 @@ like any step, but do not count as the outcome of the new sizes.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -30,6 +29,13 @@ from typing import Any
 from accelerate_lshdp.documents.curves import RankProfile, TimeCurve
 from accelerate_lshdp.planning.cuts.batch_sizes import BatchSizes, plan_fixed_total
 from accelerate_lshdp.planning.online.learned_curves import STEPS_TO_JUDGE, LearnedCurve
+from accelerate_lshdp.planning.online.plain_values import (
+    checked_count,
+    checked_counts,
+    checked_positive,
+    checked_times,
+    require_keys,
+)
 
 
 # Steps at the start of a run that are not recorded.
@@ -91,15 +97,15 @@ class Decision:
         Raises:
             ValueError: a key is missing or unknown, or a value is not of its kind.
         """
-        _require_keys(document, cls.__slots__)
+        require_keys(document, cls.__slots__)
         if not isinstance(document["reason"], str):
             raise ValueError(f"found {document['reason']!r:.60} as reason, expected a text")
         return cls(
-            step=_count(document["step"], "step"),
-            old=tuple(_counts(document["old"], "old")),
-            new=tuple(_counts(document["new"], "new")),
-            measured_seconds=tuple(_positive(document["measured_seconds"], "measured_seconds")),
-            predicted_seconds=tuple(_positive(document["predicted_seconds"], "predicted_seconds")),
+            step=checked_count(document["step"], "step"),
+            old=tuple(checked_counts(document["old"], "old")),
+            new=tuple(checked_counts(document["new"], "new")),
+            measured_seconds=tuple(checked_positive(document["measured_seconds"], "measured_seconds")),
+            predicted_seconds=tuple(checked_positive(document["predicted_seconds"], "predicted_seconds")),
             reason=document["reason"],
         )
 
@@ -129,10 +135,10 @@ class Rebalancer:
         dead_band: float = 0.03,
         profiles: Sequence[RankProfile] | None = None,
     ) -> None:
-        self._sizes = _counts(batch_sizes, "batch_sizes")
+        self._sizes = checked_counts(batch_sizes, "batch_sizes")
         if not self._sizes or min(self._sizes) < 1:
             raise ValueError(f"found batch_sizes {self._sizes}, expected at least 1 sample for each rank")
-        if _count(rebalance_every, "rebalance_every") < 1:
+        if checked_count(rebalance_every, "rebalance_every") < 1:
             raise ValueError(f"found rebalance_every {rebalance_every}, expected at least 1 step")
         if not 0 <= dead_band < 1:
             raise ValueError(f"found dead_band {dead_band!r}, expected a part of the step time: 0 <= dead_band < 1")
@@ -286,7 +292,7 @@ class Rebalancer:
         lengths = [len(values) for values in (batch_sizes, compute_seconds, fixed_seconds, limits)]
         if lengths != [world] * 4:
             raise ValueError(f"found {lengths} sizes, compute times, fixed times and limits, expected {world} of each")
-        sizes = _counts(batch_sizes, "batch_sizes")
+        sizes = checked_counts(batch_sizes, "batch_sizes")
         if sum(sizes) > self._total:
             raise ValueError(
                 f"found batch_sizes {sizes} with {sum(sizes)} samples, expected at most the total of {self._total}:"
@@ -307,7 +313,7 @@ class Rebalancer:
                     " at least 0: check its clock"
                 )
             limit = limits[rank]
-            if limit is not None and _count(limit, f"limits, rank {rank}") < 1:
+            if limit is not None and checked_count(limit, f"limits, rank {rank}") < 1:
                 raise ValueError(f"rank {rank} has memory for {limit} samples, expected at least 1: it cannot train")
         return sizes
 
@@ -347,10 +353,10 @@ class Rebalancer:
         for profile, entry in zip(self._profiles, learned, strict=True):
             curve = LearnedCurve(profile)
             if entry is not None:
-                _require_keys(entry, ("curve", "fixed_seconds"))
+                require_keys(entry, ("curve", "fixed_seconds"))
                 curve.load_state_dict(entry["curve"])
             curves.append(curve)
-            fixed.append([] if entry is None else _times(entry["fixed_seconds"], "fixed_seconds"))
+            fixed.append([] if entry is None else checked_times(entry["fixed_seconds"], "fixed_seconds"))
         self._curves, self._fixed = curves, fixed
         if not any(curve.known for curve in curves):
             return
@@ -361,9 +367,19 @@ class Rebalancer:
         ]
         known = [table for table in tables if table is not None]
         average = sum(known) / len(known)
+        # Each step may be the first of a rank in this set: nobody begins far beyond what is known to fit its memory.
+        largest = max(curve.largest for curve in curves)
+        fitting = [most if profile is None else min(most, profile.max_micro_batch_size) for profile in self._profiles]
+        caps = [
+            min(cap, _LARGEST_GROWTH * (curve.largest or largest)) if profile is None else cap
+            for cap, curve, profile in zip(fitting, curves, self._profiles, strict=True)
+        ]
+        # As in `_caps`: growth is given up first, memory last.
+        if sum(caps) < self._total:
+            caps = fitting if sum(fitting) >= self._total else [most] * len(caps)
         profiles = [
-            RankProfile(TimeCurve(range(1, most + 1), (average if table is None else table).tolist()), most)
-            for table in tables
+            RankProfile(TimeCurve(range(1, most + 1), (average if table is None else table).tolist()), cap)
+            for table, cap in zip(tables, caps, strict=True)
         ]
         self._sizes = list(plan_fixed_total(profiles, self._total).batch_sizes)
 
@@ -373,10 +389,10 @@ class Rebalancer:
         Raises:
             ValueError: it is malformed, or of another number of ranks or samples. Nothing has changed then.
         """
-        _require_keys(state, self.state_dict())
+        require_keys(state, self.state_dict())
         if state["version"] != 1:
             raise ValueError(f"found version {state['version']!r:.60}, expected 1: it is of another release")
-        sizes = _counts(state["batch_sizes"], "batch_sizes")
+        sizes = checked_counts(state["batch_sizes"], "batch_sizes")
         if len(sizes) != len(self._sizes) or sum(sizes) != self._total or min(sizes) < 1:
             raise ValueError(
                 f"found a state of batch sizes {sizes}, {sum(sizes)} samples on {len(sizes)} ranks, expected"
@@ -385,9 +401,9 @@ class Rebalancer:
         for key in ("fixed_seconds", "slowdowns", "curves", "decisions"):
             if not isinstance(state[key], list) or (key != "decisions" and len(state[key]) != len(sizes)):
                 raise ValueError(f"found {key} {state[key]!r:.60}, expected a list of one entry a rank")
-        counts = [_count(state[key], key) for key in ("steps", "quick_looks", "since_look")]
-        fixed = [_times(seconds, "fixed_seconds") for seconds in state["fixed_seconds"]]
-        slowdowns = _positive(state["slowdowns"], "slowdowns")
+        counts = [checked_count(state[key], key) for key in ("steps", "quick_looks", "since_look")]
+        fixed = [checked_times(seconds, "fixed_seconds") for seconds in state["fixed_seconds"]]
+        slowdowns = checked_positive(state["slowdowns"], "slowdowns")
         curves = [LearnedCurve(profile) for profile in self._profiles]
         for curve, learned in zip(curves, state["curves"], strict=True):
             curve.load_state_dict(learned)
@@ -395,38 +411,3 @@ class Rebalancer:
         self._sizes, self._fixed, self._slowdowns = sizes, fixed, slowdowns
         self._steps, self._quick_looks, self._since_look = counts
         self._curves, self.decisions = curves, decisions
-
-
-def _require_keys(document: object, keys: Any) -> None:
-    if not isinstance(document, Mapping) or set(document) != set(keys):
-        raise ValueError(f"found {document!r:.200}, expected an object with the keys {sorted(keys)}")
-
-
-def _count(value: object, name: str) -> int:
-    """`value` as int, NumPy integers included; not a bool or a float, whatever its value."""
-    try:
-        if isinstance(value, bool) or operator.index(value) < 0:
-            raise TypeError
-    except TypeError:
-        raise ValueError(f"found {value!r:.60} in {name}, expected an integer of at least 0") from None
-    return operator.index(value)
-
-
-def _counts(values: Any, name: str) -> list[int]:
-    if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__"):
-        raise ValueError(f"found {name} {values!r:.60}, expected a list of integers")
-    return [_count(value, name) for value in values]
-
-
-def _times(values: Any, name: str) -> list[float]:
-    if not isinstance(values, list) or not all(
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf for value in values
-    ):
-        raise ValueError(f"found {name} {values!r:.60}, expected a list of finite numbers of at least 0")
-    return list(values)
-
-
-def _positive(values: Any, name: str) -> list[float]:
-    if 0 in (numbers := _times(values, name)):
-        raise ValueError(f"found {name} {numbers!r:.60}, expected positive numbers")
-    return numbers

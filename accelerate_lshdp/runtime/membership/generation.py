@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
+#: More generations than launchers can decide on before they hear of one that was decided without them.
 _BEYOND = 1000
 
 

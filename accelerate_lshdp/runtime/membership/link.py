@@ -29,6 +29,7 @@ class View:
         generation: the newest.
         node: that this launcher is in it; None: none.
         silent: seconds for which members have not been heard of.
+        deaf: members that are heard, and do not hear this launcher.
         leaving: identities of launchers that were told to end.
         foreign: machines whose launchers are of another run.
         heard: other launchers of the run that are there, members or not.
@@ -41,6 +42,7 @@ class View:
     generation: Generation
     node: int | None
     silent: dict[Member, float]
+    deaf: list[Member]
     leaving: frozenset[tuple[str, str]]
     foreign: list[str]
     heard: int
@@ -94,6 +96,7 @@ class MembershipLink:
                 known.generation,
                 known.node,
                 known.silent(now),
+                known.deaf(now),
                 known.leaving,
                 known.foreign(now),
                 known.launchers_heard(now),

@@ -12,11 +12,12 @@ No sockets and no clock: the caller delivers messages and says what time it is.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from accelerate_lshdp.documents.plan_sections import LARGEST_ELASTIC
 from accelerate_lshdp.runtime.membership.decree import Decree, Vote
 from accelerate_lshdp.runtime.membership.generation import NOBODY, Generation, Member, at_port
-from accelerate_lshdp.runtime.membership.message import LARGEST, Message, Status
+from accelerate_lshdp.runtime.membership.message import Message, Status
 
 
 #: Seconds between two messages while nothing changes, and while something does.
@@ -45,16 +46,23 @@ class Rules:
     """
 
     min_nodes: int = 1
-    max_nodes: int = LARGEST
+    max_nodes: int = LARGEST_ELASTIC
     notice_seconds: float = 2.0
     any_part: bool = False
 
 
 @dataclass
 class _Heard:
+    """The last message of a launcher, when it came, and since when it comes without a pause.
+
+    Args:
+        deaf_since: when the launcher has said, and has said ever since, that it does not hear this one.
+    """
+
     message: Message
     at: float
     since: float
+    deaf_since: float | None = None
 
 
 class Membership:
@@ -129,11 +137,16 @@ class Membership:
 
     def silent(self, now: float) -> dict[Member, float]:
         """The members that have not been heard of, and for how many seconds."""
-        return {
-            member: now - self._heard_at(member)
-            for member in self.generation.members
-            if member.identity != self.me.identity and not self._is_present(member, now)
-        }
+        others = [each for each in self.generation.members if each.identity != self.me.identity]
+        return {each: now - self._heard_at(each) for each in others if not self._is_heard(each, now)}
+
+    def deaf(self, now: float) -> list[Member]:
+        """The members that are heard, and say that they do not hear this launcher."""
+        if self.node is not None:
+            return [each for each in self.generation.members if self._is_heard(each, now) and self._is_deaf(each, now)]
+        known = [(each, self._heard.get(each.identity)) for each in self.generation.members]
+        heard = [(each, its.message) for each, its in known if its is not None and self._is_fresh(its, now)]
+        return [each for each, message in heard if self.me.identity not in message.coming]
 
     def failure(self) -> tuple[Member, int] | None:
         """A launcher on which the script has failed, and its exit code."""
@@ -159,11 +172,12 @@ class Membership:
 
     def tick(self, now: float) -> list[tuple[tuple[str, int], Message]]:
         """Looks at what is known; returns the messages that are due, each with the address it goes to."""
-        stopped = now - self._looked_at - 2 * BEAT_SECONDS
-        if stopped > 0:
+        stopped = now - self._looked_at
+        if stopped > 2 * BEAT_SECONDS:
             # This process was frozen, or had no processor: what it did not hear meanwhile says nothing of others.
             for heard in self._heard.values():
                 heard.at += stopped
+                heard.deaf_since = None
             self._taken_at += stopped
         self._looked_at = now
         self._found(now)
@@ -178,7 +192,7 @@ class Membership:
 
     def farewell(self, now: float) -> list[tuple[tuple[str, int], Message]]:
         """The messages that say once more what this launcher is about to do, each with the address it goes to."""
-        message = self._message()
+        message = self._message(now)
         return [(address, message) for address in sorted(self._receivers(now))]
 
     def hear(self, message: Message, now: float) -> None:
@@ -191,10 +205,15 @@ class Membership:
         key = message.sender.identity
         before = self._heard.get(key)
         # A machine has one launcher at this address: one that has started anew is proof that the one before has ended.
-        self._gone |= {each for each in self.generation.identities if each[0] == key[0] and each != key}
+        # What one of before has sent may come after it; but that one was a member, and says so.
+        if message.status is Status.JOINS:
+            self._gone |= {each for each in self.generation.identities if each[0] == key[0] and each != key}
         if message.status is Status.LEAVES:
             self._leaving.setdefault(key, now)
-        self._heard[key] = _Heard(message, now, now if before is None or now - before.at > 5 else before.since)
+        since = now if before is None or now - before.at > 5 else before.since
+        is_deaf = message.generation == self.generation and self.me.identity in message.silent
+        was_deaf = now if before is None or before.deaf_since is None else before.deaf_since
+        self._heard[key] = _Heard(message, now, since, was_deaf if is_deaf else None)
         theirs = message.generation
         if self._is_newer(theirs):
             self._take(theirs, now)
@@ -266,11 +285,46 @@ class Membership:
 
     def _joiners(self, now: float) -> list[Member]:
         """Launchers that are ready to join, once none has just come."""
-        fresh = [h for h in self._heard.values() if self._is_fresh(h, now) and h.message.status is Status.JOINS]
-        fresh = [h for h in fresh if h.message.sender.identity not in self.generation.identities]
+        fresh = [self._heard[key] for key in self._coming(now)]
+        fresh = [heard for heard in fresh if self._hear_each_other(heard.message, now)]
         if any(now - h.since < TOGETHER_SECONDS for h in fresh):
             return []
-        return [h.message.sender for h in sorted(fresh, key=lambda h: h.since)]
+        joiners: list[Message] = []
+        for message in (heard.message for heard in sorted(fresh, key=lambda heard: heard.since)):
+            # Those that come together have to hear each other, too; the others may come later.
+            identity = message.sender.identity
+            if all(identity in each.coming and each.sender.identity in message.coming for each in joiners):
+                joiners.append(message)
+        return [message.sender for message in joiners]
+
+    def _coming(self, now: float) -> list[tuple[str, str]]:
+        """Identities of the launchers that this one hears say that they are ready to join."""
+        return [
+            key
+            for key, heard in self._heard.items()
+            if self._is_fresh(heard, now)
+            and heard.message.status is Status.JOINS
+            and key not in self.generation.identities
+        ]
+
+    def _hear_each_other(self, joiner: Message, now: float) -> bool:
+        """Whether a launcher and all members hear each other: it could not train with them otherwise.
+
+        Each change ends the ranks of all, so one that is in and out again costs more than it gives.
+        """
+        if joiner.generation != self.generation:
+            return False
+        for member in self.generation.members:
+            if member.identity == self.me.identity:
+                if member.identity in joiner.silent:
+                    return False
+            elif self._is_present(member, now):
+                heard = self._heard.get(member.identity)
+                if member.identity in joiner.silent or heard is None:
+                    return False
+                if joiner.sender.identity not in heard.message.coming:
+                    return False
+        return True
 
     def _ranks_are_lost(self) -> bool:
         number = self.generation.number
@@ -286,7 +340,25 @@ class Membership:
     def _is_present(self, member: Member, now: float) -> bool:
         if member.identity == self.me.identity:
             return True
+        return self._is_heard(member, now) and not self._is_deaf(member, now)
+
+    def _is_deaf(self, member: Member, now: float) -> bool:
+        heard = self._heard.get(member.identity)
+        # Not at once: it may be this one that was frozen, and is heard again with its next message.
+        return heard is not None and heard.deaf_since is not None and now - heard.deaf_since > BEAT_SECONDS
+
+    def _is_heard(self, member: Member, now: float) -> bool:
         return now - self._heard_at(member) <= self._allowed
+
+    def _silent(self, now: float) -> tuple[tuple[str, str], ...]:
+        """Identities of the members that this launcher does not hear, itself one of them or not."""
+        others = [each for each in self.generation.members if each.identity != self.me.identity]
+        if self.node is not None:
+            return tuple(each.identity for each in others if not self._is_heard(each, now))
+        # Who is none yet has no reason to believe that it will hear them.
+        heard = [self._heard.get(each.identity) for each in others]
+        pairs = zip(others, heard, strict=True)
+        return tuple(each.identity for each, its in pairs if its is None or not self._is_fresh(its, now))
 
     def _heard_at(self, member: Member) -> float:
         heard = self._heard.get(member.identity)
@@ -352,6 +424,8 @@ class Membership:
         """A newer generation is in force."""
         self.generation = generation
         self._taken_at = now
+        for heard in self._heard.values():
+            heard.deaf_since = None  # said of the generation before
         self._needed_since = None
         self._beat_at = now
         node = self.node
@@ -368,10 +442,18 @@ class Membership:
 
     # Messages
 
-    def _message(self) -> Message:
-        vote = Vote() if self._decree is None else self._decree.vote
+    def _message(self, now: float) -> Message:
         return Message(
-            self._run, self.me, self.status, self.generation, vote, self.lost_ranks, self.code, self.ended_in
+            self._run,
+            self.me,
+            self.status,
+            self.generation,
+            Vote() if self._decree is None else self._decree.vote,
+            self._silent(now),
+            tuple(self._coming(now)),
+            self.lost_ranks,
+            self.code,
+            self.ended_in,
         )
 
     def _receivers(self, now: float) -> set[tuple[str, int]]:
@@ -379,8 +461,3 @@ class Membership:
         receivers |= {h.message.sender.address for h in self._heard.values() if now - h.at < REMEMBERED_SECONDS}
         receivers |= self._peers
         return receivers - {self.me.address}
-
-
-def renamed(member: Member, incarnation: str) -> Member:
-    """The member as a new start of its launcher."""
-    return replace(member, incarnation=incarnation)

@@ -11,10 +11,8 @@ from accelerate_lshdp.runtime.membership.decree import Vote
 from accelerate_lshdp.runtime.membership.generation import Generation, Member
 
 
-#: Of a datagram: more than the messages of `LARGEST` members take, and less than UDP carries.
+#: Of a datagram: more than the messages of `LARGEST_ELASTIC` members take, and less than UDP carries.
 MESSAGE_BYTES = 60_000
-#: Nodes of an elastic run: each tells all others.
-LARGEST = 16
 
 
 class Status(str, Enum):
@@ -37,6 +35,8 @@ class Message:
         status: what it is about to do.
         generation: the newest that it knows.
         vote: on the one after that, if it is a member.
+        silent: identities of members that it does not hear.
+        coming: identities of launchers that it hears say that they are ready to join.
         lost_ranks: the number of the generation whose ranks it has lost or had to end; 0: none.
         code: the exit code of a script that has failed.
         ended_in: the number of the generation in which the training has ended on it; 0: it has not.
@@ -47,6 +47,8 @@ class Message:
     status: Status
     generation: Generation
     vote: Vote = Vote()
+    silent: tuple[tuple[str, str], ...] = ()
+    coming: tuple[tuple[str, str], ...] = ()
     lost_ranks: int = 0
     code: int = 0
     ended_in: int = 0
@@ -58,6 +60,8 @@ class Message:
             "status": self.status.value,
             "generation": self.generation.to_dict(),
             "vote": self.vote.to_dict(),
+            "silent": self.silent,
+            "coming": self.coming,
             "lost_ranks": self.lost_ranks,
             "code": self.code,
             "ended_in": self.ended_in,
@@ -75,6 +79,8 @@ class Message:
                 Status(document["status"]),
                 Generation.from_dict(document["generation"]),
                 Vote.from_dict(document["vote"]),
+                tuple((str(name), str(start)) for name, start in document["silent"]),
+                tuple((str(name), str(start)) for name, start in document["coming"]),
                 int(document["lost_ranks"]),
                 int(document["code"]),
                 int(document["ended_in"]),
