@@ -36,6 +36,11 @@ _HEAD = struct.Struct(f"!{_TOKEN_BYTES}sH")
 _FAREWELLS = 3
 
 
+def message_bytes(count: int) -> int:
+    """Bytes of a datagram in a run of so many nodes."""
+    return _HEAD.size + 4 * count
+
+
 @dataclass(frozen=True)
 class Launcher:
     """A launcher among the others of its run.
@@ -182,8 +187,8 @@ def _beat(
             if not select.select([meeting.socket], [], [], seconds)[0]:
                 return
             with suppress(OSError):  # an error that an earlier datagram met
-                message, place = meeting.socket.recvfrom(_HEAD.size + counters.size + 1)
-                if len(message) == _HEAD.size + counters.size and message[:_TOKEN_BYTES] == meeting.token:
+                message, place = meeting.socket.recvfrom(message_bytes(launcher.count) + 1)
+                if len(message) == message_bytes(launcher.count) and message[:_TOKEN_BYTES] == meeting.token:
                     sender = _HEAD.unpack_from(message)[1]
                     if sender < launcher.count:
                         # Its own name may mean the loopback on its machine; what it sends comes from its address.

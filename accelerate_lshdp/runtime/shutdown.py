@@ -15,6 +15,7 @@ import gc
 
 import torch.distributed as dist
 
+from accelerate_lshdp.runtime.dissemination import end_dissemination
 from accelerate_lshdp.runtime.torch_threads import wait_until_idle
 
 
@@ -31,6 +32,7 @@ def install_clean_exit() -> None:
 
 def shut_down() -> None:
     """Ends distributed communication of this process, if the script has not done so, and waits for gloo's threads."""
+    end_dissemination()
     if dist.is_available() and dist.is_initialized():
         # Cycles hold finished collectives (collected before) and groups (after); both hold threads of gloo.
         gc.collect()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.groups import new_group
+from accelerate_lshdp.runtime.dissemination import Gathering
 from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.row_group import RowGroup
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -65,7 +67,9 @@ _REPORT_BYTES = len(RankReport._fields) * np.dtype(np.float64).itemsize
 class Announcement:
     """A call in which all ranks take part, announced on all of them, and not yet checked."""
 
-    def __init__(self, work: dist.Work, calls: torch.Tensor, counts: Sequence[int], clock: WaitClock) -> None:
+    def __init__(
+        self, work: dist.Work | Gathering, calls: torch.Tensor, counts: Sequence[int], clock: WaitClock
+    ) -> None:
         self._work = work
         self._calls = calls
         self._counts = counts
@@ -90,24 +94,46 @@ class Announcement:
             )
 
 
+class Used(IntEnum):
+    """Which parameters of a model a rank has gradients for."""
+
+    NONE = 0
+    ALL = 1
+    SOME = 2
+
+    @classmethod
+    def of(cls, usage: torch.Tensor) -> Used:
+        count = int(torch.count_nonzero(usage))
+        return cls.NONE if not count else cls.ALL if count == len(usage) else cls.SOME
+
+
 class PendingReports:
     """The reports of all ranks while they are being exchanged, beside the last gradients.
 
     Args:
         work: the exchange; None: there is one rank.
-        rows: uint8, one row a rank: its report in float64, then a bit for each parameter.
-        lengths: number of parameters of each model.
+        rows: uint8, one row a rank: its report in float64, then a `Used` for each model.
+        usages: of this rank, one tensor for each model.
+        group: for a second exchange, where ranks have gradients for some parameters of a model alone.
         clock: counts the time that it blocks.
     """
 
-    def __init__(self, work: dist.Work | None, rows: torch.Tensor, lengths: Sequence[int], clock: WaitClock) -> None:
+    def __init__(
+        self,
+        work: dist.Work | Gathering | None,
+        rows: torch.Tensor,
+        usages: Sequence[torch.Tensor],
+        group: RowGroup | None,
+        clock: WaitClock,
+    ) -> None:
         self._work = work
         self._rows = rows
-        self._lengths = lengths
+        self._usages = usages
+        self._group = group
         self._clock = clock
 
     def wait(self) -> tuple[list[RankReport], list[torch.Tensor]]:
-        """Waits for the reports of all ranks, which have the same bits on all of them.
+        """Waits for the reports of all ranks, which have the same bits on all of them (collective).
 
         Returns:
             The reports, one a rank; and for each model how many ranks used each parameter.
@@ -117,15 +143,34 @@ class PendingReports:
                 self._work.wait()
         rows = self._rows.numpy()
         reports = np.frombuffer(rows[:, :_REPORT_BYTES].tobytes(), np.float64).reshape(len(rows), -1).tolist()
-        used = np.unpackbits(rows[:, _REPORT_BYTES:], axis=1, count=sum(self._lengths)).sum(axis=0)
-        counts = torch.from_numpy(used.astype(np.float64)).split(list(self._lengths))
-        return [RankReport(*row[:4], *map(int, row[4:])) for row in reports], list(counts)
+        used = rows[:, _REPORT_BYTES:]
+        counts = [
+            torch.full((len(usage),), float((each == Used.ALL).sum()), dtype=torch.float64)
+            for usage, each in zip(self._usages, used.T, strict=True)
+        ]
+        # All ranks see the same, so they all know for which models they have to tell more.
+        partly = [index for index, each in enumerate(used.T) if (each == Used.SOME).any()]
+        if partly:
+            found = self._count([self._usages[index] for index in partly])
+            for index, count in zip(partly, found, strict=True):
+                counts[index] = count
+        return [RankReport(*row[:4], *map(int, row[4:])) for row in reports], counts
+
+    def _count(self, usages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """How many ranks have a gradient for each parameter of these models: a bit for each is exchanged."""
+        used = torch.cat(list(usages)) > 0
+        if self._group is not None:
+            work, rows = self._group.gather(torch.from_numpy(np.packbits(used.numpy())))
+            with self._clock.waiting():
+                work.wait()
+            used = torch.from_numpy(np.unpackbits(rows.numpy(), axis=1, count=len(used)).sum(axis=0))
+        return list(used.to(torch.float64).split([len(usage) for usage in usages]))
 
 
 class PendingRows:
     """Rows of numbers, one a rank, while they are being exchanged; ranks that do not need them need not wait."""
 
-    def __init__(self, work: dist.Work | None, rows: torch.Tensor, clock: WaitClock) -> None:
+    def __init__(self, work: dist.Work | Gathering | None, rows: torch.Tensor, clock: WaitClock) -> None:
         self._work = work
         self._rows = rows
         self._clock = clock
@@ -140,7 +185,7 @@ class PendingRows:
 
 
 #: The group in which ranks exchange rows about losses, one a world.
-_loss_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_loss_groups: WeakKeyDictionary[dist.ProcessGroup, RowGroup] = WeakKeyDictionary()
 
 
 class StepExchange:
@@ -158,17 +203,15 @@ class StepExchange:
         self.world_size = world_size
         self.clock = clock
         self.counts = counts
-        self.group: dist.ProcessGroup | None = None
-        self._announcement_group: dist.ProcessGroup | None = None
-        self._beside_gradients_group: dist.ProcessGroup | None = None
-        self._before_backward_group: dist.ProcessGroup | None = None
-        self._loss_group: dist.ProcessGroup | None = None
+        self._group: RowGroup | None = None
+        self._announcement_group: RowGroup | None = None
+        self._beside_gradients_group: RowGroup | None = None
+        self._before_backward_group: RowGroup | None = None
+        self._loss_group: RowGroup | None = None
         if world_size > 1:
-            # Numbers are on the host, where gloo takes them; another backend would need a device, and a wait for it.
-            on_host = dist.get_backend() == "gloo"
-            self.group = dist.group.WORLD if on_host else new_group(backend="gloo")
+            self._group = RowGroup(shares_world=True)
             if counts is not None:
-                self._announcement_group = new_group(backend="gloo")
+                self._announcement_group = RowGroup()
 
     def announce(self, call: str, within_window: bool) -> Announcement | None:
         """Announces a call in which all ranks take part; None if they cannot be in different micro-batches.
@@ -184,15 +227,17 @@ class StepExchange:
         if self._announcement_group is None:
             return None
         number = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
-        work, calls = self._send_to_all(torch.tensor([number]), self._announcement_group)
+        work, calls = self._announcement_group.gather(torch.tensor([number]))
         return Announcement(work, calls.view(-1), self.counts, self.clock)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of ``values`` (host, float64) over ranks."""
-        if self.group is not None:
-            with self.clock.waiting():
-                dist.all_reduce(values, group=self.group)
-        return values
+        """The sum of ``values`` (host, float64, one dimension) over ranks, with the same bits on all of them."""
+        if self._group is None:
+            return values
+        work, rows = self._group.gather(values)
+        with self.clock.waiting():
+            work.wait()
+        return rows.sum(0)
 
     def make_model_groups(self, shard_groups: Sequence[Sequence[int]] | None) -> None:
         """Makes the groups for `rows_beside_gradients` and `rows_before_backward` (collective).
@@ -200,15 +245,15 @@ class StepExchange:
         Args:
             shard_groups: those that share parameters; None: no rank waits for another in the middle of autograd.
         """
-        if self.group is None or self._beside_gradients_group is not None:
+        if self._group is None or self._beside_gradients_group is not None:
             return
         # A group of its own: gradients are under way in the others, in an order that may differ from rank to rank.
-        self._beside_gradients_group = new_group(backend="gloo")
+        self._beside_gradients_group = RowGroup()
         if shard_groups is None or max(map(len, shard_groups)) == 1:
             return
         # Ranks of one shard group have equal numbers of micro-batches, others may have not.
         for ranks in [range(self.world_size)] if self.counts is None else shard_groups:
-            group = new_group(list(ranks), backend="gloo")
+            group = RowGroup(list(ranks))
             self._before_backward_group = group if self.rank in ranks else self._before_backward_group
 
     def rows_before_backward(self, row: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -219,21 +264,21 @@ class StepExchange:
         """The rows (host) of all ranks, while gradients travel in any order in other groups."""
         return self._exchange_rows(row, self._beside_gradients_group)
 
-    def _exchange_rows(self, row: torch.Tensor, group: dist.ProcessGroup | None) -> dict[int, torch.Tensor]:
+    def _exchange_rows(self, row: torch.Tensor, group: RowGroup | None) -> dict[int, torch.Tensor]:
         """Sends a row to every rank of a group and waits for theirs; returns rows by rank."""
         if group is None:
             return {self.rank: row}
-        work, rows = self._send_to_all(row, group)
+        work, rows = group.gather(row)
         with self.clock.waiting():
             work.wait()
-        return dict(zip(dist.get_process_group_ranks(group), rows, strict=True))
+        return dict(zip(group.ranks, rows, strict=True))
 
     def make_loss_group(self) -> None:
         """Makes the group for `share_row`, once a process (collective)."""
-        if self.group is not None and self._loss_group is None:
+        if self._group is not None and self._loss_group is None:
             # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
             if dist.group.WORLD not in _loss_groups:
-                _loss_groups[dist.group.WORLD] = new_group(backend="gloo")
+                _loss_groups[dist.group.WORLD] = RowGroup()
             self._loss_group = _loss_groups[dist.group.WORLD]
 
     def share_row(self, row: Sequence[float]) -> PendingRows:
@@ -242,7 +287,7 @@ class StepExchange:
         It goes over a group of its own: where other ranks send no row, it must not be matched with their gradients.
         """
         own = torch.tensor(row, dtype=torch.float64)
-        work, rows = (None, own[None]) if self._loss_group is None else self._send_to_all(own, self._loss_group)
+        work, rows = (None, own[None]) if self._loss_group is None else self._loss_group.gather(own)
         return PendingRows(work, rows, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
@@ -254,18 +299,8 @@ class StepExchange:
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
         # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank
-        # that has left the step of the others must still send as many bytes.
-        used = torch.cat(list(usages)).numpy() if usages else np.empty(0)
-        row = np.concatenate([np.array(report, np.float64).view(np.uint8), np.packbits(used > 0)])
-        own = torch.from_numpy(row)
-        work, rows = (None, own[None]) if self.group is None else self._send_to_all(own, self.group)
-        return PendingReports(work, rows, [len(usage) for usage in usages], self.clock)
-
-    def _send_to_all(self, row: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
-        """Begins to send a row to every rank of a group; returns the work and all rows, shape (ranks, row)."""
-        # Every rank sends to every other one at once. A ring, as gloo's all-reduce is, would pass 2 (W - 1) messages
-        # one after the other, and each of them wakes a thread that may have to wait for a processor.
-        sent = row.repeat(group.size())
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        return work, received.view(group.size(), -1)
+        # that has left the step of the others must still send as many bytes. Most models use all parameters or none.
+        used = np.array([Used.of(usage) for usage in usages], np.uint8)
+        own = torch.from_numpy(np.concatenate([np.array(report, np.float64).view(np.uint8), used]))
+        work, rows = (None, own[None]) if self._group is None else self._group.gather(own)
+        return PendingReports(work, rows, usages, self._group, self.clock)
