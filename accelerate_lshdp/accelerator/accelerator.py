@@ -41,6 +41,7 @@ from accelerate_lshdp.accelerator.schedule_notice import warn_of_schedule
 from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.accelerator.start_notices import choose_precision, warn_of_options_without_effect
 from accelerate_lshdp.accelerator.state_keeper import state_keeper
+from accelerate_lshdp.accelerator.step_logs import step_logs
 from accelerate_lshdp.accelerator.step_statistics import StepStatistics
 from accelerate_lshdp.checkpoint.run_state import (
     LoadedCheckpoint,
@@ -161,6 +162,7 @@ class LSHDPAccelerator(Accelerator):
         )
         self.session.optimizers = self._optimizers
         self.session.keeper = state_keeper()
+        self._logged_steps = 0
         self._accumulation = Accumulation(self.session, self.gradient_state)
         self._backward = Backward(self.session, self._accumulation)
         self._optimizer_steps = OptimizerSteps(self.session)
@@ -233,6 +235,17 @@ class LSHDPAccelerator(Accelerator):
     def step_statistics(self) -> StepStatistics | None:
         """Medians over the last steps: seconds, compute and wait of every rank; None before the first step."""
         return self.session.timer.statistics()
+
+    def log(self, values: dict, step: int | None = None, log_kwargs: dict | None = None) -> None:
+        """Logs values as accelerate does and, if steps were made since the last log, where their time went.
+
+        The figures are those of a Trainer's logs: medians over the last steps, as ``step_seconds`` and
+        ``wait_seconds/rank_1``. A value of the script's with such a name stays.
+        """
+        if self._logged_steps != (made := self.session.rank_step.optimizer_steps):
+            self._logged_steps = made
+            values = {**step_logs(self.step_statistics, self.batch_place), **values}
+        super().log(values, step=step, log_kwargs=log_kwargs)
 
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGUSR1 from now on set `stop_requested` on all ranks, instead of ending this process.

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,10 @@ from accelerate_lshdp.accelerator.loss_shares import LossShares
 from accelerate_lshdp.accelerator.plugin import LSDPPlugin
 from accelerate_lshdp.accelerator.ranks_in_step import RankStep
 from accelerate_lshdp.accelerator.run_total import RunTotal, equal_sizes, sizes_at_start
+from accelerate_lshdp.accelerator.state_keeping import StateKeeping
 from accelerate_lshdp.accelerator.step_statistics import StepTimer
 from accelerate_lshdp.accelerator.unstepped_gradients import UnsteppedGradients
+from accelerate_lshdp.accelerator.watch import watch_of
 from accelerate_lshdp.data.batch_tracker import BatchTracker
 from accelerate_lshdp.data.cut import GlobalBatchCut
 from accelerate_lshdp.data.script_total import script_total
@@ -36,40 +37,12 @@ from accelerate_lshdp.runtime import stop_requests
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.failures import failures_explained
 from accelerate_lshdp.runtime.groups import meets_on_hosts
-from accelerate_lshdp.runtime.object_exchange import NodeLayout
 from accelerate_lshdp.runtime.step_exchange import RankReport, StepExchange
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 logger = get_logger(__name__)
-
-
-class StateKeeping(Protocol):
-    """What a session tells the keeper of an elastic run's state; see ``state_keeper``."""
-
-    pause_wanted: bool
-    pause_agreed: bool
-    is_loaded: bool
-
-    @property
-    def continues_run(self) -> bool:
-        """Whether ranks have trained before these."""
-
-    def bring(self, layout: NodeLayout) -> Path | None:
-        """The newest state that any node has kept, now on this one (collective)."""
-
-    def follow(self, accelerator: Any) -> None:
-        """From now on the state is that of this accelerator's training."""
-
-    def forward_begins(self) -> None:
-        """A forward of a model in training begins."""
-
-    def step_begins(self) -> None:
-        """An optimizer is about to change parameters."""
-
-    def step_ends(self) -> None:
-        """The optimizer has changed them."""
 
 
 class Session:
@@ -164,6 +137,7 @@ class Session:
         self.engine = self._make_engine()
         self.attachments = Attachments()
         self.stop_requests = stop_requests.of_process
+        self.watch = watch_of(self.topology, self.plan, self.timer.statistics)
         self.keeper: StateKeeping | None = None
         self.was_freed = False
         self.optimizers: Sequence[Any] = ()
@@ -411,12 +385,15 @@ class Session:
         self.rank_step.optimizer_steps += 1
         self.gradients_used(optimizer)
         self.engine.after_step()
-        if self.optimizers and optimizer is self.optimizers[0].optimizer:
-            self.completed_steps += 1
+        is_first = bool(self.optimizers) and optimizer is self.optimizers[0].optimizer
+        self.completed_steps += is_first
         decision = None if self.sizing is None else self.sizing.step_ended()
         if decision is not None:
             self.take_sizes()
             logger.info(f"step {self.completed_steps}, {decision}")
+        if self.watch is not None and is_first:
+            place = self.tracker.current
+            self.watch.stepped(self.samples_seen, () if place is None else place.cut.sizes, decision)
         if self.keeper is not None:
             self.keeper.step_ends()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from contextlib import ExitStack
@@ -110,6 +111,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--node-rank", "--machine_rank", type=int, metavar="I", help="which of the nodes this is (needed for several)"
     )
+    parser.add_argument(
+        "--watch",
+        type=_positive_seconds,
+        metavar="S",
+        help="say every S seconds, and at the end, how long steps take and what each rank does meanwhile",
+    )
     add_heartbeat_arguments(parser)
     add_elastic_arguments(parser)
     add_hosts_arguments(parser.add_argument_group("all machines from this one"))
@@ -193,6 +200,7 @@ def _job(arguments: argparse.Namespace, plan: Plan | None) -> Job:
         *(["--placement", arguments.placement] if arguments.placement else []),
         *(["--keep-plan-total"] if arguments.keep_plan_total else []),
         *(["--mixed-precision", arguments.mixed_precision] if arguments.mixed_precision else []),
+        *(["--watch", str(arguments.watch)] if arguments.watch is not None else []),
         *("--notice-after", str(arguments.notice_after), "--lost-after", str(arguments.lost_after)),
         *(["-m"] if arguments.module else []),
     ]
@@ -339,6 +347,8 @@ def _set_environment(arguments: argparse.Namespace, plan: Plan | None, config: C
         os.environ[PLAN_VARIABLE] = json.dumps(plan.to_dict())
     if arguments.keep_plan_total:
         os.environ["LSDP_KEEP_PLAN_TOTAL"] = "1"
+    if arguments.watch is not None:
+        os.environ["LSDP_WATCH"] = str(arguments.watch)
     if arguments.placement is not None:
         os.environ[variable_of("placement")] = arguments.placement
     if config.use_cpu:
@@ -395,3 +405,13 @@ def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Names
     if plan is not None and plan.cluster is not None:
         addresses = [node.address for node in plan.cluster.nodes]
     return Meeting(config.machine_rank, (address, *addresses[1:]), address, int(port))
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:  # NaN fails as well
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds above 0")
+    return seconds

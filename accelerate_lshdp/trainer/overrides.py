@@ -18,6 +18,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from accelerate_lshdp.accelerator.step_logs import step_logs
 from accelerate_lshdp.checkpoint.model import plain_name
 from accelerate_lshdp.data.loader import EVALUATION, TRAINING, HeterogeneousDataLoader
 from accelerate_lshdp.data.weighting import weigh
@@ -28,7 +29,6 @@ from accelerate_lshdp.trainer.accumulation import accumulation_of_script, own_ac
 from accelerate_lshdp.trainer.agreed_stop import keeping_the_stopped_step, stopping_at_signals
 from accelerate_lshdp.trainer.checks import check_arguments, check_train_loader, warn_of_weighting
 from accelerate_lshdp.trainer.losses import TrainerLosses
-from accelerate_lshdp.trainer.statistics import step_logs
 
 
 class TrainerOverrides(Trainer):
@@ -176,7 +176,7 @@ class TrainerOverrides(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
-            logs.update(step_logs(self.accelerator))
+            logs.update(step_logs(self.accelerator.step_statistics, self.accelerator.batch_place))
         super().log(logs, *args, **kwargs)
 
     # Checkpoints: see `checkpoints`

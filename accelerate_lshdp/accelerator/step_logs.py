@@ -1,22 +1,22 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Where the time of the last steps went, as ordinary Trainer logs: they show in TensorBoard, W&B, the progress bar."""
+"""Where the time of the last steps went, as ordinary logs: they show in TensorBoard, W&B, a Trainer's progress bar."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from accelerate_lshdp.accelerator.step_statistics import StepStatistics
+from accelerate_lshdp.data.place import MicroBatchPlace
 
 
-if TYPE_CHECKING:
-    from accelerate_lshdp.accelerator.accelerator import LSHDPAccelerator
-
-
-def step_logs(accelerator: LSHDPAccelerator) -> dict[str, float]:
+def step_logs(statistics: StepStatistics | None, place: MicroBatchPlace | None) -> dict[str, float]:
     """Medians over the last steps, the same on all ranks but for ``step_seconds``; empty before the first step.
 
     Seconds of each rank's computing and waiting (``compute_seconds/rank_0``, ...), ``idle_fraction``,
     ``samples_per_second``, and the samples of each rank in a global batch (``batch_size/rank_0``, ...).
+
+    Args:
+        statistics: of the last steps; None: there was none.
+        place: of the last batch; None: its sizes are not known.
     """
-    statistics, place = accelerator.step_statistics, accelerator.batch_place
     if statistics is None:
         return {}
     logs: dict[str, float] = {
