@@ -332,6 +332,15 @@ def _of_network(examination: Examination) -> Iterator[Finding]:
             f"Let node {source} in on node {target}: sudo ufw allow from {examination.machines[source].address} (or"
             f" sudo iptables -I INPUT -s {examination.machines[source].address} -j ACCEPT)",
         )
+    for source, target in sorted(pair for pair, link in examination.links.items() if link.datagrams_lost):
+        yield Finding(
+            f"node {source} -> node {target}",
+            "datagrams (UDP) are not answered, though connections are: launchers would not hear each other, so that a"
+            " lost node is noticed late, and an elastic run does not begin",
+            f"Let them in on node {target}: sudo ufw allow from {examination.machines[source].address} proto udp to"
+            " any",
+            is_problem=False,
+        )
     for node, link in sorted(examination.to_main_port.items()):
         if link.error is not None and (node, 0) not in broken:
             yield Finding(

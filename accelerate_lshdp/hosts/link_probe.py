@@ -7,6 +7,7 @@ well as large ones: a path that cannot carry full packets lets the first by and 
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -25,7 +26,9 @@ _ROUND_TRIPS = 20
 # The rate is taken from the first amount that takes this long; each amount is four times the one before.
 _RATE_SECONDS, _FIRST_AMOUNT, _GROWTH, _LARGEST_AMOUNT = 0.25, 16 * 1024, 4, 2**30
 _CHUNK = bytes(1 << 20)
-_WELCOME, _ECHO, _AMOUNT = b"w", b"e", b"a"
+_WELCOME, _ECHO, _AMOUNT, _DATAGRAMS = b"w", b"e", b"a", b"d"
+# Some may be lost on a good way.
+_DATAGRAM_TRIES, _DATAGRAM_SECONDS = 5, 0.3
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class LinkFigures:
         stalled: whether small messages passed and large ones did not.
         delay_seconds: one-way delay, half of the shortest round trip.
         bits_per_second: rate of the payload.
+        datagrams_lost: whether no datagram was answered, though connections are.
     """
 
     error: str | None = None
@@ -45,6 +49,7 @@ class LinkFigures:
     stalled: bool = False
     delay_seconds: float | None = None
     bits_per_second: float | None = None
+    datagrams_lost: bool = False
 
 
 class ProbeListener:
@@ -90,7 +95,10 @@ class ProbeListener:
                     command = _read(connected, 1)
                     if command == _AMOUNT:
                         _discard(connected, int.from_bytes(_read(connected, 8), "big"))
-                    connected.sendall(command)
+                    if command == _DATAGRAMS:
+                        _echo_datagrams(connected, self._token)
+                    else:
+                        connected.sendall(command)
             except (OSError, EOFError):  # the other side has what it wanted, or says itself what went wrong
                 return
 
@@ -123,7 +131,8 @@ def probe_link(address: str, port: int, token: bytes, *, with_rate: bool = True)
             if not with_rate:
                 return LinkFigures()
             delay = min(_round_trips(connected)) / 2
-            return LinkFigures(delay_seconds=delay, bits_per_second=_rate(connected, delay))
+            lost = not _datagrams_pass(connected, token)
+            return LinkFigures(delay_seconds=delay, bits_per_second=_rate(connected, delay), datagrams_lost=lost)
         except TimeoutError:
             if delay is not None:
                 return LinkFigures("large messages do not arrive", stalled=True, delay_seconds=delay)
@@ -138,6 +147,38 @@ def _round_trips(connected: socket.socket) -> Iterator[float]:
         connected.sendall(_ECHO)
         _read(connected, 1)
         yield time.perf_counter() - began
+
+
+def _echo_datagrams(connected: socket.socket, token: bytes) -> None:
+    """Answers datagrams that come to the address of a connection, until the other side goes on with that."""
+    address = connected.getsockname()
+    with socket.socket(connected.family, socket.SOCK_DGRAM) as datagrams:
+        # Bound to it, as a machine with several addresses would answer from another one.
+        datagrams.bind((address[0], 0, *address[2:]))
+        connected.sendall(datagrams.getsockname()[1].to_bytes(2, "big"))
+        while True:
+            ready = select.select([datagrams, connected], [], [], MESSAGE_SECONDS)[0]
+            if datagrams not in ready:
+                return
+            message, sender = datagrams.recvfrom(TOKEN_BYTES + 1)
+            if message == token:
+                datagrams.sendto(message, sender)
+
+
+def _datagrams_pass(connected: socket.socket, token: bytes) -> bool:
+    """Whether the listener of a connection answers datagrams, as launchers send each other."""
+    connected.sendall(_DATAGRAMS)
+    port = int.from_bytes(_read(connected, 2), "big")
+    address = connected.getpeername()
+    with socket.socket(connected.family, socket.SOCK_DGRAM) as sender:
+        sender.settimeout(_DATAGRAM_SECONDS)
+        sender.connect((address[0], port, *address[2:]))
+        for _ in range(_DATAGRAM_TRIES):
+            with suppress(OSError):  # no answer, or the answer that nobody hears there
+                sender.send(token)
+                if sender.recv(TOKEN_BYTES + 1) == token:
+                    return True
+    return False
 
 
 def _rate(connected: socket.socket, delay: float) -> float:

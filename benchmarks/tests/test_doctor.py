@@ -84,6 +84,10 @@ def closed_from_one(machines: Machines) -> None:
     machines.ssh.close_port(2, "-s", machines.cluster.nodes[1].address, "--dport", "1024:65535")
 
 
+def no_datagrams(machines: Machines) -> None:
+    machines.ssh.drop_datagrams(1)
+
+
 def taken_port(machines: Machines) -> None:
     listening = f"import socket, time; kept = socket.create_server(('', {PORT})); print(flush=True); time.sleep(100)"
     process = machines.ssh.popen(0, [sys.executable, "-c", listening], stdout=subprocess.PIPE)
@@ -231,6 +235,15 @@ def test_a_closed_main_port_is_found(machines: Machines) -> None:
     assert [where_of(line) for line, _ in found] == ["node 1 -> node 0", "node 2 -> node 0"], output
     assert all(f"at port {PORT}" in line and f"port {PORT} proto tcp" in fix for line, fix in found), output
     assert code == 1
+
+
+def test_dropped_datagrams_are_found(machines: Machines) -> None:
+    no_datagrams(machines)
+    code, found, output = doctor(machines)
+    ways = ["node 0 -> node 1", "node 1 -> node 0", "node 1 -> node 2", "node 2 -> node 1"]  # answers are dropped, too
+    assert [where_of(line) for line, _ in found] == ways, output
+    assert all("datagrams (UDP) are not answered" in line and "proto udp" in fix for line, fix in found), output
+    assert code == 0
 
 
 @pytest.mark.slow

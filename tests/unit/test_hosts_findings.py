@@ -225,6 +225,13 @@ FAULTS: dict[str, tuple[Callable[[Examination], Examination], str, str, str, boo
         "sudo ip link set eth0 mtu 1400 on node 0, sudo ip link set eth0 mtu 1400 on node 1",
         True,
     ),
+    "datagrams": (
+        with_link((2, 1), LinkFigures(delay_seconds=1e-4, bits_per_second=9.4e8, datagrams_lost=True)),
+        "node 2 -> node 1",
+        "datagrams (UDP) are not answered, though connections are",
+        "on node 1: sudo ufw allow from 192.0.2.3 proto udp to any",
+        False,
+    ),
     "main port": (
         with_links(to_main_port={1: LinkFigures("no answer within 3 s"), 2: LinkFigures()}),
         "node 1 -> node 0",

@@ -45,6 +45,16 @@ def test_a_way_is_measured(listener: ProbeListener) -> None:
     assert found.bits_per_second > 1e7
 
 
+def test_datagrams_are_tried(listener: ProbeListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1", "127.0.0.2"):  # a machine may have several
+        assert not probe_link(address, listener.port, TOKEN).datagrams_lost
+    monkeypatch.setattr(link_probe, "_DATAGRAM_SECONDS", 0.05)
+    echo = link_probe._echo_datagrams
+    monkeypatch.setattr(link_probe, "_echo_datagrams", lambda connected, token: echo(connected, b"of another one"))
+    found = probe_link("127.0.0.1", listener.port, TOKEN)
+    assert found.error is None and found.datagrams_lost and found.bits_per_second > 1e7
+
+
 def test_a_way_is_only_tried(listener: ProbeListener) -> None:
     found = probe_link("127.0.0.1", listener.port, TOKEN, with_rate=False)
     assert (found.error, found.delay_seconds, found.bits_per_second) == (None, None, None)

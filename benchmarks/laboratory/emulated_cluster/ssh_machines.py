@@ -145,6 +145,12 @@ class SshMachines:
         rule = ["-A", "INPUT", "-p", "tcp", "--syn", *conditions, "-j", "DROP"]
         self.run(node, [program, *rule], env={**os.environ, **self._tools.environment})
 
+    def drop_datagrams(self, node: int) -> None:
+        """Lets a node's firewall drop all datagrams to it."""
+        program = self._tools.find("iptables-legacy")
+        rule = ["-A", "INPUT", "-p", "udp", "-j", "DROP"]
+        self.run(node, [program, *rule], env={**os.environ, **self._tools.environment})
+
     def stop_server(self, node: int) -> None:
         """Ends a node's ssh server."""
         self._servers[node].kill()
