@@ -7,7 +7,7 @@ OUTPUT ?= outputs/quickstart
 PYTEST_ARGS ?= -n 2
 CHECKED := $(wildcard accelerate_lshdp recipes tests benchmarks docs conftest.py)
 
-.PHONY: quickstart test test-slow test-versions quality style clean benchmark-planning benchmark-cluster
+.PHONY: quickstart test test-slow test-versions package site quality style clean benchmark-planning benchmark-cluster
 
 quickstart: $(VENV)/.installed
 	$(BIN)/accelerate-lshdp quickstart --output-dir $(OUTPUT)
@@ -21,6 +21,14 @@ test-slow: $(VENV)/.installed
 # Other versions of transformers and accelerate, each in an environment of its own.
 test-versions:
 	$(PYTHON) tests/versions.py $(VERSIONS_ARGS)
+
+# The source archive and the wheel, and the wheel in an environment of its own.
+package: $(VENV)/.installed
+	$(BIN)/python tests/package.py
+
+# The pages as a site in `site/`; a broken link ends it.
+site: $(VENV)/.installed
+	$(BIN)/mkdocs build --strict --quiet
 
 quality: $(VENV)/.installed
 	$(BIN)/ruff check $(CHECKED)
@@ -42,4 +50,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-versions outputs/quickstart
+	rm -rf $(VENV) .venv-versions site outputs/quickstart
