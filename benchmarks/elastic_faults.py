@@ -3,273 +3,275 @@
 
     python benchmarks/elastic_faults.py
     python benchmarks/elastic_faults.py --runs 2 --faults 3 --seed 7
+    python benchmarks/elastic_faults.py --minutes 15
 
 Nodes are killed, switched off (the link is cut before), frozen, cut off from each other in two halves, told to leave;
-ranks are killed; two nodes are lost at once. Each run has to end with the parameters and the learning rate of one
-process that trains the same steps. For each fault it prints after how many seconds the first of the others had noticed
-it, and after how many they trained on. It needs root.
+ranks are killed; two nodes are lost at once; a node is lost while checkpoints are saved, or while another one joins.
+Each run has to end with the parameters and the learning rate of one process that trains the same steps. For each fault
+it prints after how many seconds the first of the others had noticed it, and after how many they trained on.
+
+With ``--minutes`` there is one run with a fault every minute, of one node at a time, and it prints the part that was
+trained of what the nodes that were there could have trained. It needs root.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+from elastic_cluster import COUNT, TOLERANCE, ElasticCluster, best_step_seconds, difference, train_alone
 from laboratory.emulated_cluster import Cluster, EmulatedCluster, Link, Node
 
 
-COUNT = 4
-STEPS, PACE_SECONDS = 700, 0.08
-#: Of a run against one process, in fp64: sums are formed in another order.
-TOLERANCE = 1e-9
-ROOT = Path(__file__).parents[1]
-TRAIN = """
-import os, sys, time
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator(cpu=True)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)).double()
-data = torch.randn(208, 16, dtype=torch.float64)
-loader = torch.utils.data.DataLoader(data, batch_size=int(sys.argv[2]), shuffle=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-accelerator.register_for_checkpointing(schedule)
-continues = getattr(accelerator, "continues_run", False)
-done = accelerator.load_state("checkpoints").step if continues else 0
-continues = done > 0
-model.train()
-while done < int(sys.argv[1]):
-    source = accelerator.skip_first_batches(loader) if continues else loader
-    continues = False
-    for batch in source:
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        done += 1
-        time.sleep(float(sys.argv[3]))
-        print(f"step {done} at {time.time():.3f}", flush=True)
-        if done == int(sys.argv[1]):
-            break
-if accelerator.is_main_process:
-    torch.save({"rate": schedule.get_last_lr()[0], **accelerator.get_state_dict(model)}, "trained.pt")
-print("trained", flush=True)
-"""
+STEPS, SAVE_EVERY = 1200, 40
+KINDS = ("kill", "power", "freeze", "partition", "rank", "leave", "two", "save", "join")
+#: Of which the loss of a node has to be noticed by silence.
+SILENT = ("kill", "power", "freeze", "partition", "save", "join")
+#: Of one node, which the others can do without.
+SINGLE = ("kill", "power", "freeze", "rank", "leave")
 
 
-class Run:
-    """Launchers on the nodes of a cluster.
+class Faults:
+    """What happens to a run, and when.
 
     Args:
-        cluster: that has been built.
-        folder: in which they run.
+        run: to which it happens.
+        draw: says what and when.
+        away: seconds for which a node is at least, and at most, away.
+
+    Attributes:
+        told: a word or two about each fault.
+        noticed: seconds until the first of the others had noticed that a node was silent.
+        went_on: seconds until the others trained on.
+        presence: when nodes were lost (False) and there again (True).
     """
 
-    def __init__(self, cluster: EmulatedCluster, folder: Path) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        (folder / "train.py").write_text(TRAIN)
-        self.launchers: dict[int, subprocess.Popen] = {}
-        for node in range(COUNT):
-            self.start(node)
+    def __init__(self, run: ElasticCluster, draw: random.Random, away: tuple[float, float]) -> None:
+        self._run = run
+        self._draw = draw
+        self._away = away
+        self.told: list[str] = []
+        self.noticed: list[float] = []
+        self.went_on: list[float] = []
+        self.presence: list[tuple[float, int, bool]] = []
 
-    def start(self, node: int) -> None:
-        """Starts the launcher of a node."""
-        main = self.cluster.nodes[0].address
-        command = [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", "--auto", "--elastic", "1", "--cpu"]
-        command += ["--nodes", ",".join("1" * COUNT), "--node-rank", str(node), "--main-ip", main]
-        command += ["--main-port", "29500", "train.py", str(STEPS), "4", str(PACE_SECONDS)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"output{node}").open("a") as file:
-            self.launchers[node] = self.cluster.popen(
-                node, command, cwd=self.folder, env=environment, stdout=file, stderr=file
-            )
-
-    def output(self, node: int) -> str:
-        return (self.folder / f"output{node}").read_text()
-
-    def steps(self, node: int) -> list[tuple[int, float]]:
-        """The steps that a node has made, and when."""
-        found = re.findall(r"^step (\d+) at ([\d.]+)$", self.output(node), re.MULTILINE)
-        return [(int(step), float(at)) for step, at in found]
-
-    @property
-    def has_trained(self) -> bool:
-        return any(self.output(node).endswith("trained\n") for node in range(COUNT))
-
-    def generation(self) -> tuple[int, int]:
-        """The newest that a launcher has told of: its number, and how many nodes it has."""
-        found = [re.findall(r"generation (\d+): node \d+ of (\d+)", self.output(node)) for node in range(COUNT)]
-        return max(((int(number), int(count)) for each in found for number, count in each), default=(0, 0))
-
-    def wait(self, holds: Callable[[], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not holds():
-            if time.monotonic() > deadline or all(each.poll() is not None for each in self.launchers.values()):
-                return False
-            time.sleep(0.02)
-        return True
-
-    def signal(self, node: int, number: int) -> None:
-        """Sends a signal to all processes of a node."""
-        for pid in self.cluster.pids(node):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def split(self, part: set[int]) -> None:
-        """Cuts a part of the nodes off from the others; none: heals."""
-        for node in self.cluster.nodes:
-            for other in self.cluster.nodes:
-                way = ["ip", "netns", "exec", node.namespace, "ip", "route"]
-                apart = (node.index in part) != (other.index in part)
-                action = "add" if apart else "del"
-                subprocess.run([*way, action, "blackhole", f"{other.address}/32"], capture_output=True, check=False)
-
-    def fault(self, kind: str, draw: random.Random) -> tuple[float | None, float | None]:
-        """Lets something happen, and what was lost return; seconds until it was noticed, and until steps went on."""
+    def happen(self, kind: str) -> None:
+        """Lets something happen, and what was lost return."""
+        run, draw = self._run, self._draw
         node = draw.randrange(COUNT)
-        lost = {node}
-        before, marks = self.generation()[0], [len(self.output(each)) for each in range(COUNT)]
-        began = time.time()
-        if kind in ("kill", "two"):
-            lost |= {(node + draw.randrange(1, COUNT)) % COUNT} if kind == "two" else set()
-            for each in lost:
-                self.cluster.kill_node(each)
-        elif kind == "power":
-            self.cluster.cut_link(node)
-            time.sleep(0.3)
-            self.cluster.kill_node(node)
-        elif kind == "freeze":
-            self.signal(node, signal.SIGSTOP)
-        elif kind == "partition":
-            self.split({node, (node + draw.randrange(1, COUNT)) % COUNT})
-            lost = set()  # one of the halves goes on
-        elif kind == "rank":
-            pids = [pid for pid in self.cluster.pids(node) if pid != self.launchers[node].pid]
-            with suppress(ProcessLookupError):  # it may have none just now
-                os.kill(max(pids, default=0) or self.launchers[node].pid, signal.SIGKILL)
-            lost = set()
+        if kind == "save":
+            found = self._at_save(node)
+        elif kind == "join":
+            node = found = self._at_join(node)
         else:
-            self.launchers[node].send_signal(signal.SIGTERM)
-        others = [each for each in range(COUNT) if each not in lost]
+            found = node
+        if found is None:
+            self.told.append(f"{kind} (none)")
+            return
+        lost = {node, (node + draw.randrange(1, COUNT)) % COUNT} if kind in ("two", "partition") else {node}
+        number, members = run.newest()
+        marks = [run.told_bytes(each) for each in range(COUNT)]
+        began = time.time()
+        self._lose(kind, lost)
+        if kind == "save":
+            kind += "" if run.output(node).endswith("saves\n") else " (had ended)"
+        others = [each for each in range(COUNT) if each not in lost or kind == "partition"]
 
         def changed() -> bool:
-            return self.generation()[0] > before
+            return run.newest()[0] > number
 
-        def news() -> bool:
-            return changed() or any("nothing is heard" in self.output(each)[marks[each] :] for each in others)
+        def heard() -> bool:
+            return changed() or any("nothing is heard" in run.output(each, marks[each]) for each in others)
 
-        noticed = time.time() - began if self.wait(news, 30) else None
+        noticed = time.time() - began if run.wait(heard, 30) else None
         if kind == "two":
             time.sleep(draw.uniform(0, 3))
-            for each in sorted(lost):
-                self.start(each)
-        changed_at = time.time() if self.wait(changed, 40) else float("inf")
+            self._return(kind, lost)
+        went_on = self._until_steps(began) if run.wait(changed, 40) else None
+        # A launcher that is only about to join is missed by nobody.
+        if kind.split()[0] in SILENT and noticed is not None and lost <= members:
+            self.noticed.append(noticed)
+        if kind not in ("leave", "two") and went_on is not None:
+            self.went_on.append(went_on)
+        self.told.append(f"{kind} " + "/".join("-" if each is None else f"{each:.1f}" for each in (noticed, went_on)))
+        if kind not in ("two", "rank"):
+            away = 20.0 if kind == "freeze" else draw.uniform(*self._away)
+            time.sleep(max(0.0, began + away - time.time()))
+            self._return(kind, lost)
 
-        def goes_on() -> bool:
-            return any(at > changed_at for each in range(COUNT) for _, at in self.steps(each)[-1:])
+    def _lose(self, kind: str, lost: set[int]) -> None:
+        run, node = self._run, min(lost)
+        if kind == "partition":
+            run.split(lost)
+        elif kind == "rank":
+            run.kill_rank(node)
+        elif kind == "leave":
+            run.launchers[node].send_signal(signal.SIGTERM)
+        elif kind == "freeze":
+            run.signal(node, signal.SIGSTOP)
+        else:
+            if kind == "power":
+                run.cluster.cut_link(node)
+                time.sleep(0.3)
+            for each in lost:
+                run.cluster.kill_node(each)
+        if kind not in ("partition", "rank"):
+            self.presence += [(time.time(), each, False) for each in lost]
 
-        went_on = None
-        if changed_at < float("inf") and self.wait(goes_on, 60):
-            went_on = time.time() - began
-        if kind == "freeze":
-            time.sleep(max(0.0, 20 - (time.time() - began)))
-            self.signal(node, signal.SIGCONT)
-        elif kind == "partition":
-            time.sleep(draw.uniform(0, 4))
-            self.split(set())
-        elif kind in ("kill", "power", "leave"):
-            self.cluster.restore_link(node)
-            with suppress(subprocess.TimeoutExpired):
-                self.launchers[node].wait(90)
-            time.sleep(draw.uniform(0, 3))
-            if any(self.launchers[each].poll() is None for each in others):
-                self.start(node)
-        return noticed, went_on
+    def _return(self, kind: str, lost: set[int]) -> None:
+        run = self._run
+        if kind == "partition":
+            run.split(set())
+            return
+        for node in sorted(lost):
+            if kind == "freeze":
+                run.signal(node, signal.SIGCONT)
+            else:
+                run.cluster.restore_link(node)
+                with suppress(subprocess.TimeoutExpired):
+                    run.launchers[node].wait(90)
+                if run.has_trained:
+                    return
+                run.start(node)
+            self.presence.append((time.time(), node, True))
+
+    def _until_steps(self, began: float) -> float | None:
+        changed_at, run = time.time(), self._run
+
+        def go_on() -> bool:
+            return any(run.last_step_at(each) > changed_at for each in range(COUNT))
+
+        return time.time() - began if run.wait(go_on, 60) else None
+
+    def _at_save(self, node: int) -> int | None:
+        """Waits until a node saves; None: it does not any more."""
+        file = self._run.folder / f"output{node}"
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not self._run.has_trained:
+            for _ in range(50):  # a checkpoint takes milliseconds
+                with file.open("rb") as output:
+                    output.seek(-min(file.stat().st_size, 7), 2)
+                    if output.read().endswith(b"saves\n"):
+                        time.sleep(self._draw.uniform(0, 0.02))
+                        return node
+                time.sleep(0.002)
+        return None
+
+    def _at_join(self, node: int) -> int | None:
+        """Has a node leave and come back, and waits until it is let in; the one to be lost then, None: it was not."""
+        run = self._run
+        number = run.newest()[0]
+        run.cluster.kill_node(node)
+        if not run.wait(lambda: run.newest()[0] > number, 30):
+            return None
+        run.start(node)
+        if not run.wait(lambda: node in run.newest()[1], 30):
+            return None
+        time.sleep(self._draw.uniform(0, 1.5))
+        return self._draw.randrange(COUNT)
 
 
-def train_alone(folder: Path) -> dict[str, torch.Tensor]:
-    """What one process trains, of global batches as large."""
-    (folder / "train.py").write_text(TRAIN)
-    # With the order of samples that a run of several has.
-    command = [sys.executable, "-m", "accelerate_lshdp.run", "train.py", str(STEPS), str(4 * COUNT), "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-    return torch.load(folder / "trained.pt")
-
-
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """By how much parameters differ, relative to their norm; infinite if learning rates do."""
-    if found.pop("rate") != expected["rate"]:
-        return float("inf")
-    apart = sum((each - expected[name]).square().sum() for name, each in found.items())
-    return float((apart / sum(expected[name].square().sum() for name in found)).sqrt())
-
-
-def main() -> int:
-    """Runs and prints what the docstring of this module says; 1 if a run was not exact."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--faults", type=int, default=5, help="in each run")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+def disturbed(arguments: argparse.Namespace) -> int:
+    """Several runs with several faults each; returns 1 if one was not exact."""
     draw = random.Random(arguments.seed)
-    kinds = ["kill", "power", "freeze", "partition", "rank", "leave", "two"]
-    bad, noticed, went_on = 0, [], []
+    bad = faults = 0
+    noticed: list[float] = []
+    went_on: list[float] = []
     with tempfile.TemporaryDirectory() as alone:
-        expected = train_alone(Path(alone))
+        expected = train_alone(Path(alone), STEPS)
     for number in range(arguments.runs):
         description = Cluster((Node(1, cores=2.0),) * COUNT, Link(1e9))
         with tempfile.TemporaryDirectory() as folder, EmulatedCluster(description) as cluster:
-            run = Run(cluster, Path(folder))
-            told = []
+            run = ElasticCluster(cluster, Path(folder), STEPS, save_every=SAVE_EVERY)
+            happened = Faults(run, draw, (3.0, 8.0))
             run.wait(lambda run=run: bool(run.steps(0)), 120)
             for _ in range(arguments.faults):
                 time.sleep(draw.uniform(0.2, 3))
                 if run.has_trained:
                     break
-                kind = draw.choice(kinds)
-                found = run.fault(kind, draw)
-                told.append(f"{kind} " + "/".join("-" if each is None else f"{each:.1f}" for each in found))
-                if kind in ("kill", "power", "freeze", "partition") and found[0] is not None:
-                    noticed.append(found[0])
-                if kind in ("kill", "power", "freeze", "partition", "rank") and found[1] is not None:
-                    went_on.append(found[1])
-            run.wait(lambda run=run: run.has_trained, 180)
-            # Who came back too late waits for a run that is over.
-            run.wait(lambda run=run: all(each.poll() is not None for each in run.launchers.values()), 20)
-            codes = [run.launchers[node].poll() for node in range(COUNT)]
-            file = Path(folder, "trained.pt")
-            apart = difference(torch.load(file), expected) if file.exists() else float("inf")
-            exact = apart < TOLERANCE
-            bad += not exact
-            print(
-                f"run {number}: {'exact' if exact else 'WRONG'} ({apart:.1e}), codes {codes}: {', '.join(told)}",
-                flush=True,
-            )
-            if not exact:
+                happened.happen(draw.choice(arguments.kinds.split(",")))
+                faults += 1
+            codes = run.end(180)
+            apart = difference(Path(folder), expected)
+            bad += apart >= TOLERANCE
+            word = "exact" if apart < TOLERANCE else "WRONG"
+            print(f"run {number}: {word} ({apart:.1e}), codes {codes}: {', '.join(happened.told)}", flush=True)
+            if apart >= TOLERANCE or any(codes):
                 for node in range(COUNT):
                     print(f"--- node {node}\n{run.output(node)[-3000:]}", flush=True)
+            noticed += happened.noticed
+            went_on += happened.went_on
+    print(f"{arguments.runs} runs, {faults} faults, {bad} runs that are not exact")
     for what, seconds in (("noticed", noticed), ("trained on", went_on)):
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
             print(f"{what} after {middle:.1f} s in the median, {most:.1f} s at most ({len(seconds)} faults)")
     return 1 if bad else 0
+
+
+def kept(arguments: argparse.Namespace) -> int:
+    """One run with a fault every minute; returns 0."""
+    draw = random.Random(arguments.seed)
+    description = Cluster((Node(1, cores=2.0),) * COUNT, Link(1e9))
+    with tempfile.TemporaryDirectory() as folder, EmulatedCluster(description) as cluster:
+        run = ElasticCluster(cluster, Path(folder), 10**6, save_every=0)
+        happened = Faults(run, draw, (5.0, 25.0))
+        run.wait(lambda: len(run.steps(0)) > 50, 120)
+        began, step_at_first = time.time(), max(step for step, _ in run.steps(0))
+        for minute in range(arguments.minutes):
+            time.sleep(max(0.0, began + 60 * (minute + draw.random() / 2) - time.time()))
+            happened.happen(draw.choice(SINGLE))
+        time.sleep(max(0.0, began + 60 * arguments.minutes - time.time()))
+        ended = time.time()
+        steps = max(step for node in range(COUNT) for step, at in run.steps(node) if at <= ended) - step_at_first
+        possible = _possible_steps(run, happened.presence, began, ended)
+        print(f"faults: {', '.join(happened.told)}")
+        print(
+            f"{steps} steps of {possible:.0f} that the nodes that were there could have made: {steps / possible:.1%}"
+        )
+    return 0
+
+
+def _possible_steps(run: ElasticCluster, presence: list[tuple[float, int, bool]], began: float, ended: float) -> float:
+    """Steps that the nodes could have made which were there, at the pace at which they have made theirs."""
+    # Longer than their samples take: the processors of this machine are shared, and there is a network.
+    by_members: dict[frozenset[int], list[float]] = {}
+    for node in range(COUNT):
+        for change in run.changes(node):
+            members = run.nodes_of(change.names)
+            late = change.steps[len(change.steps) // 2 :]
+            pairs = zip(late, late[1:], strict=False)
+            by_members.setdefault(members, []).extend(after - before for before, after in pairs)
+    pace = {members: statistics.median(seconds) for members, seconds in by_members.items() if len(seconds) > 20}
+    longer = statistics.median(seconds / best_step_seconds(sorted(members)) for members, seconds in pace.items())
+    there, at, possible = set(range(COUNT)), began, 0.0
+    for moment, node, is_there in [*sorted(presence), (ended, 0, True)]:
+        members = frozenset(there)
+        seconds = pace.get(members, longer * best_step_seconds(sorted(members)))
+        possible += max(0.0, min(moment, ended) - at) / seconds
+        at = min(moment, ended)
+        there = there | {node} if is_there else there - {node}
+    return possible
+
+
+def main() -> int:
+    """Runs and prints what the docstring of this module says."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--faults", type=int, default=5, help="in each run")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of faults")
+    parser.add_argument("--minutes", type=int, default=0, help="one run of so many minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    return kept(arguments) if arguments.minutes else disturbed(arguments)
 
 
 if __name__ == "__main__":
