@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = argparse.Namespace(**vars(arguments))
         ranks.notice_after, ranks.lost_after = NOTICE_SECONDS, LOST_SECONDS
         ranks.plan, ranks.auto, ranks.keep_plan_total, ranks.placement = None, False, False, None
-        ranks.elastic = None
+        ranks.elastic = ranks.watch = None
         ranks.module, ranks.script = True, _WORKER
         ranks.script_args = ["--error-file", str(error_file), *_worker_arguments(arguments)]
         code = launch.run(ranks)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from exactness import full, prepared
 from training_cases import CASES
 
 from accelerate_lshdp import LSDPPlugin, Plan
-from accelerate_lshdp.runtime import row_group
+from accelerate_lshdp.runtime import row_group, step_exchange
 from accelerate_lshdp.runtime.dissemination import Dissemination
 
 
@@ -25,6 +27,8 @@ def trained(sizes: list, strategy: str, weighting: str, direct_ranks: int) -> tu
     plan = Plan.from_batch_sizes(sizes, strategy=strategy, allow_unequal_accumulation=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(row_group, "DIRECT_RANKS", direct_ranks)
+        # One that this process has made before would be taken again.
+        monkeypatch.setattr(step_exchange, "_loss_groups", WeakKeyDictionary())
         monkeypatch.setattr(Dissemination, "gather", counted)
         accelerator, model, optimizer, loader = prepared(
             plan, case.model().double(), case.dataset(26, torch.float64), plugin=LSDPPlugin(loss_weighting=weighting)
