@@ -51,10 +51,13 @@ def main() -> None:
 
 def warm_up(script: str) -> None:
     """Imports what ranks need anyway, and what a script imports of the packages above."""
-    import torch  # noqa: F401
+    import torch
 
     import accelerate_lshdp.accelerator.accelerator  # noqa: F401
 
+    # The first optimizer of a process imports torch's compiler, which takes longer than all else that a rank does
+    # before its first step.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for module, names in imports_of(script):
         if module.partition(".")[0] not in _WARMED:
             continue

@@ -44,17 +44,26 @@ if args.process_index == 0:
 print(f"trained {trainer.state.global_step} steps, epoch {trainer.state.epoch:g}", flush=True)
 """
 
-#: A loop of the script's own, which writes down what it trains on.
+#: A loop of the script's own, which writes down what it trains on; a buffer counts forwards.
 LOOP = """
 import json, os, sys, time
 import torch
 from accelerate import Accelerator
 
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.forwards += 1
+        return inputs
+
 accelerator = Accelerator(cpu=True)
 # accelerate steps a schedule once a rank. By the ranks that there are, or by those of the start: scripts do either.
 per_step = accelerator.num_processes if sys.argv[4] == "now" else int(sys.argv[4])
 torch.manual_seed(0)
-model = torch.nn.Linear(4, 2).double()
+model = torch.nn.Sequential(Counted(), torch.nn.Linear(4, 2)).double()
 data = [(torch.randn(4, dtype=torch.float64), index) for index in range(48)]
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -22,6 +22,10 @@ pytestmark = [
 ]
 
 
+#: The buffer of `LOOP`.
+_FORWARDS = "0.forwards"
+
+
 def alone(folder: Path, script: str, *arguments: object) -> dict[str, torch.Tensor]:
     """The parameters that one process trains."""
     folder.mkdir()
@@ -34,8 +38,11 @@ def alone(folder: Path, script: str, *arguments: object) -> dict[str, torch.Tens
 
 def error(found: Path, expected: dict[str, torch.Tensor]) -> float:
     trained = torch.load(found / "trained.pt")
-    apart = sum((trained[name] - each).square().sum() for name, each in expected.items() if name != "rate")
-    size = sum(each.square().sum() for name, each in expected.items() if name != "rate")
+    names = [name for name in expected if name not in ("rate", _FORWARDS)]
+    apart = sum((trained[name] - expected[name]).square().sum() for name in names)
+    size = sum(expected[name].square().sum() for name in names)
+    if _FORWARDS in expected:
+        assert trained[_FORWARDS] == expected[_FORWARDS]
     return float((apart / size).sqrt())
 
 

@@ -27,6 +27,25 @@ def test_imports_of_a_script_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends ranks with their launcher")
+def test_a_rank_imports_nothing_of_torch_for_its_first_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """It would take a second of the pause for which others wait."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "train.py").write_text(
+        "import sys\nimport torch\nbefore = set(sys.modules)\n"
+        "torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())\n"
+        "print('imported', sorted(set(sys.modules) - before), flush=True)\n"
+    )
+    with NodeRanks("train.py", ["train.py"], NodeFolder(tmp_path)) as ranks:
+        ranks.start([{"RANK": "0"}])
+        assert ranks.wait(60) and ranks.codes == [0]
+    captured = capfd.readouterr()
+    assert "imported []" in captured.out and "not forked" not in captured.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends ranks with their launcher")
 @pytest.mark.parametrize("forked", [True, False])
 def test_ranks_are_started_and_their_codes_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, forked: bool
