@@ -2,7 +2,7 @@
 """What ranks and launchers tell each other, beside gradients: messages, bytes and seconds, with 2 to 64 ranks.
 
     python benchmarks/step_messages.py
-    python benchmarks/step_messages.py --ranks 2,4,8 --parameters 400 --partly
+    python benchmarks/step_messages.py --ranks 2,4,8 --parameters 700 --changing
 
 Each rank is a process in a network namespace of this program's own, in which nothing else sends. Messages and bytes a
 step are those that a rank hands to the network; beside them stand the bytes that the kernel has sent, with headers of
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,20 @@ def sent_bytes() -> int:
     return int(counts.split()[8])
 
 
-def exchanges(rank: int, size: int, folder: str, usage: torch.Tensor, results: Any) -> None:
-    """One rank: its steps, without training."""
+def exchanges(rank: int, size: int, folder: str, usages: Sequence[torch.Tensor], results: Any) -> None:
+    """One rank: its steps, without training; the parameters that it uses in turn."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
     exchange = StepExchange(rank, size, WaitClock())
     report = RankReport(1.0, 0.1, 0.1, 0.0)
-    exchange.after_backward(report, [usage]).wait()  # the first one connects
+    exchange.after_backward(report, [usages[0]]).wait()  # the first one connects
     dist.barrier()
     time.sleep(0.2)
     before, seconds = sent_bytes(), []
-    for _ in range(STEPS):
+    for step in range(1, 1 + STEPS):
         began = time.perf_counter()
-        reports, _ = exchange.after_backward(report, [usage]).wait()
+        reports, _ = exchange.after_backward(report, [usages[step % len(usages)]]).wait()
         seconds.append(time.perf_counter() - began)
         assert len(reports) == size
     time.sleep(0.5)  # until all have sent theirs
@@ -70,12 +71,12 @@ def exchanges(rank: int, size: int, folder: str, usage: torch.Tensor, results: A
     dist.barrier()
 
 
-def measure(size: int, usage: torch.Tensor) -> tuple[float, float]:
+def measure(size: int, usages: Sequence[torch.Tensor]) -> tuple[float, float]:
     """Bytes a rank and step that the kernel has sent, and the median seconds of a step's exchange."""
     context = multiprocessing.get_context("fork")  # what is imported is shared
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=exchanges, args=(rank, size, folder, usage, results)) for rank in range(size)]
+        ranks = [context.Process(target=exchanges, args=(rank, size, folder, usages, results)) for rank in range(size)]
         for each in ranks:
             each.start()
         found = results.get(timeout=300)
@@ -84,11 +85,11 @@ def measure(size: int, usage: torch.Tensor) -> tuple[float, float]:
     return found
 
 
-def payload(size: int, usage: torch.Tensor) -> tuple[int, int]:
+def payload(size: int, parameters: int, changing: bool) -> tuple[int, int]:
     """Messages and bytes that a rank hands to the network in a step."""
     rows = [8 * len(RankReport._fields) + 1]
-    if 0 < usage.sum() < len(usage):
-        rows.append(-(-len(usage) // 8))
+    if changing:
+        rows.append(-(-parameters // 8))
     messages = size - 1
     if size > row_group.DIRECT_RANKS:
         messages = math.ceil(math.log2(size))
@@ -107,18 +108,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", default="2,4,8,16,32,64")
     parser.add_argument("--parameters", type=int, default=150, help="of the model")
-    parser.add_argument("--partly", action="store_true", help="a rank has gradients for some of them alone")
+    parser.add_argument("--changing", action="store_true", help="a rank uses all but one, in each step another one")
     arguments = parser.parse_args()
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         raise PermissionError(ctypes.get_errno(), "a network namespace of its own needs root")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    usage = torch.ones(arguments.parameters)
-    usage[0] = 0.0 if arguments.partly else 1.0
+    if arguments.parameters < 2:
+        parser.error(f"found --parameters {arguments.parameters}, expected at least 2")
+    usages = [torch.ones(arguments.parameters) for _ in range(2 if arguments.changing else 1)]
+    for index, usage in enumerate(usages):
+        usage[index] = 0.0 if arguments.changing else 1.0
     titles = ["ranks", "messages", "bytes", "/ 128 ranks", "sent", "seconds", "messages a beat", "bytes"]
     print("  ".join(titles))
     for size in map(int, arguments.ranks.split(",")):
-        messages, count = payload(size, usage)
-        sent, seconds = measure(size, usage)
+        messages, count = payload(size, arguments.parameters, arguments.changing)
+        sent, seconds = measure(size, usages)
         told = [size, messages, count, f"{count / 128 / size:.0%}", f"{sent:.0f}", f"{seconds:.4f}", *beat(size)]
         print("  ".join(f"{value:>{len(title)}}" for title, value in zip(titles, told, strict=True)), flush=True)
     return 0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.runtime.dissemination import Gathering
 from accelerate_lshdp.runtime.option_advice import option_advice
+from accelerate_lshdp.runtime.parameter_usage import ToldUsage, Used
 from accelerate_lshdp.runtime.row_group import RowGroup
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -94,19 +94,6 @@ class Announcement:
             )
 
 
-class Used(IntEnum):
-    """Which parameters of a model a rank has gradients for."""
-
-    NONE = 0
-    ALL = 1
-    SOME = 2
-
-    @classmethod
-    def of(cls, usage: torch.Tensor) -> Used:
-        count = int(torch.count_nonzero(usage))
-        return cls.NONE if not count else cls.ALL if count == len(usage) else cls.SOME
-
-
 class PendingReports:
     """The reports of all ranks while they are being exchanged, beside the last gradients.
 
@@ -114,7 +101,8 @@ class PendingReports:
         work: the exchange; None: there is one rank.
         rows: uint8, one row a rank: its report in float64, then a `Used` for each model.
         usages: of this rank, one tensor for each model.
-        group: for a second exchange, where ranks have gradients for some parameters of a model alone.
+        told: which parameters ranks have used, as they have told each other.
+        group: for a second exchange, where that is no longer true for some model.
         clock: counts the time that it blocks.
     """
 
@@ -123,12 +111,14 @@ class PendingReports:
         work: dist.Work | Gathering | None,
         rows: torch.Tensor,
         usages: Sequence[torch.Tensor],
+        told: ToldUsage,
         group: RowGroup | None,
         clock: WaitClock,
     ) -> None:
         self._work = work
         self._rows = rows
         self._usages = usages
+        self._told = told
         self._group = group
         self._clock = clock
 
@@ -143,28 +133,30 @@ class PendingReports:
                 self._work.wait()
         rows = self._rows.numpy()
         reports = np.frombuffer(rows[:, :_REPORT_BYTES].tobytes(), np.float64).reshape(len(rows), -1).tolist()
-        used = rows[:, _REPORT_BYTES:]
-        counts = [
-            torch.full((len(usage),), float((each == Used.ALL).sum()), dtype=torch.float64)
-            for usage, each in zip(self._usages, used.T, strict=True)
-        ]
+        used = self._told.used(rows[:, _REPORT_BYTES:])
         # All ranks see the same, so they all know for which models they have to tell more.
         partly = [index for index, each in enumerate(used.T) if (each == Used.SOME).any()]
-        if partly:
-            found = self._count([self._usages[index] for index in partly])
-            for index, count in zip(partly, found, strict=True):
-                counts[index] = count
+        bits = dict(zip(partly, self._exchange_bits([self._usages[index] for index in partly]), strict=True))
+        counts = [
+            self._told.take(index, bits[index])
+            if index in bits
+            else self._told.count(index, used[:, index], len(usage))
+            for index, usage in enumerate(self._usages)
+        ]
         return [RankReport(*row[:4], *map(int, row[4:])) for row in reports], counts
 
-    def _count(self, usages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """How many ranks have a gradient for each parameter of these models: a bit for each is exchanged."""
-        used = torch.cat(list(usages)) > 0
+    def _exchange_bits(self, usages: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        """For which parameters of these models each rank has gradients; shapes (ranks, parameters)."""
+        if not usages:
+            return []
+        used = torch.cat(list(usages)).numpy() > 0
+        rows = used[None]
         if self._group is not None:
-            work, rows = self._group.gather(torch.from_numpy(np.packbits(used.numpy())))
+            work, packed = self._group.gather(torch.from_numpy(np.packbits(used)))
             with self._clock.waiting():
                 work.wait()
-            used = torch.from_numpy(np.unpackbits(rows.numpy(), axis=1, count=len(used)).sum(axis=0))
-        return list(used.to(torch.float64).split([len(usage) for usage in usages]))
+            rows = np.unpackbits(packed.numpy(), axis=1, count=len(used))
+        return np.split(rows, np.cumsum([len(usage) for usage in usages])[:-1], axis=1)
 
 
 class PendingRows:
@@ -203,6 +195,7 @@ class StepExchange:
         self.world_size = world_size
         self.clock = clock
         self.counts = counts
+        self._told = ToldUsage(rank)
         self._group: RowGroup | None = None
         self._announcement_group: RowGroup | None = None
         self._beside_gradients_group: RowGroup | None = None
@@ -300,7 +293,7 @@ class StepExchange:
         """
         # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank
         # that has left the step of the others must still send as many bytes. Most models use all parameters or none.
-        used = np.array([Used.of(usage) for usage in usages], np.uint8)
+        used = np.array([self._told.told(index, usage) for index, usage in enumerate(usages)], np.uint8)
         own = torch.from_numpy(np.concatenate([np.array(report, np.float64).view(np.uint8), used]))
         work, rows = (None, own[None]) if self._group is None else self._group.gather(own)
-        return PendingReports(work, rows, usages, self._group, self.clock)
+        return PendingReports(work, rows, usages, self._told, self._group, self.clock)
