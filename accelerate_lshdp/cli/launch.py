@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from accelerate_lshdp.cli.launch_hosts import (
     run_job,
 )
 from accelerate_lshdp.cli.node_heartbeats import add_heartbeat_arguments, noticing_lost_nodes
+from accelerate_lshdp.cli.seconds import positive_seconds
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks, report_waiting
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Elastic, Plan, PlanError
 from accelerate_lshdp.documents.plan_sections import LARGEST_ELASTIC
@@ -113,7 +113,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--watch",
-        type=_positive_seconds,
+        type=positive_seconds,
         metavar="S",
         help="say every S seconds, and at the end, how long steps take and what each rank does meanwhile",
     )
@@ -405,13 +405,3 @@ def _meeting(plan: Plan | None, config: ClusterConfig, arguments: argparse.Names
     if plan is not None and plan.cluster is not None:
         addresses = [node.address for node in plan.cluster.nodes]
     return Meeting(config.machine_rank, (address, *addresses[1:]), address, int(port))
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:  # NaN fails as well
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds above 0")
-    return seconds

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from accelerate_lshdp.cli.seconds import seconds
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks
 
 
@@ -19,14 +19,14 @@ def add_heartbeat_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `noticing_lost_nodes` reads."""
     parser.add_argument(
         "--notice-after",
-        type=_seconds,
+        type=seconds,
         default=NOTICE_SECONDS,
         metavar="S",
         help=f"seconds in which a node that is off, frozen or cut off is noticed by all (default: {NOTICE_SECONDS:g})",
     )
     parser.add_argument(
         "--lost-after",
-        type=_seconds,
+        type=seconds,
         default=LOST_SECONDS,
         metavar="S",
         help=f"seconds of silence of a node after which the run ends, 0: never (default: {LOST_SECONDS:g})",
@@ -52,13 +52,3 @@ def noticing_lost_nodes(arguments: argparse.Namespace, meeting: Meeting) -> Iter
         lost_seconds=arguments.lost_after,
     ):
         yield
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:  # NaN fails as well
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds, at least 0")
-    return seconds

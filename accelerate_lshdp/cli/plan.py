@@ -10,7 +10,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from accelerate_lshdp.cli.busy import busy_hint
 from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import Layout, add_layout_arguments, make_layout, render_node
+from accelerate_lshdp.cli.plan_hosts import check_hosts_arguments, on_hosts
 from accelerate_lshdp.cli.plan_placement import (
     add_placement_arguments,
     check_placement_arguments,
@@ -97,6 +98,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--picture", type=Path, metavar="PNG", help="the picture (default: PLAN.png, beside the plan)"
     )
     picture.add_argument("--no-picture", action="store_true", help="draw none")
+    parser.add_argument(
+        "--hosts",
+        metavar="YAML",
+        help="the machines that were profiled, as for launch --hosts, which needs no YAML files of accelerate",
+    )
     files = parser.add_argument_group("YAML files", "as accelerate-lshdp config writes them")
     add_layout_arguments(files)
     where = files.add_mutually_exclusive_group()
@@ -126,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_accumulation is not None and arguments.max_accumulation < 1:
         raise ValueError(f"found --max-accumulation {arguments.max_accumulation}, expected at least 1")
     check_placement_arguments(arguments)
+    check_hosts_arguments(arguments)
     # Without accumulation planning is linear in the ranks' curves, so no total is too large.
     for flag, value, most in (
         ("--total", None if arguments.no_accumulation else arguments.total, _LARGEST_TOTAL),
@@ -137,7 +144,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Cheap checks of paths and flags before the planning, which may take seconds.
     picture = _picture_path(arguments)
-    profile = _profile(arguments)
+    profile, told_hosts = _profile(arguments), []
+    if arguments.hosts is not None:
+        arguments.no_yaml = True
+        profile, told_hosts = on_hosts(profile, arguments.hosts)
     if arguments.placement is not None:
         arguments.mixed_precision = placed_precision(profile, arguments)
     layout = None if arguments.no_yaml else make_layout(arguments, Plan(cluster=profile.cluster))
@@ -158,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(hint)
     if (hint := profile.time_hint(plan.micro_batches)) is not None:
         print(f"{hint} (accelerate-lshdp profile --seconds)")
-    print(f"next: {_launch_command(profile, arguments)}")
+    print(f"next: {_launch_command(profile, arguments, told_hosts)}")
     return 0
 
 
@@ -206,15 +216,25 @@ def _fitting_script(plan: Plan) -> str:
     return f"for scripts:   {own} in an unmodified loop; any in a Trainer"
 
 
-def _launch_command(profile: Profile, arguments: argparse.Namespace) -> str:
-    """The command that trains with the plan; its script is a placeholder, as the profiled one need not train."""
+def _launch_command(profile: Profile, arguments: argparse.Namespace, told_hosts: Sequence[str]) -> str:
+    """The command that trains with the plan; its script is a placeholder, as the profiled one need not train.
+
+    Args:
+        profile: of the plan.
+        arguments: of this command.
+        told_hosts: flags for the machines of ``--hosts``.
+    """
     # On several nodes the launcher has to know which node it is: from its YAML, or from a flag.
     words = ["accelerate-lshdp", "launch"]
-    several_nodes = len(profile.cluster.node_sizes) > 1
+    if arguments.hosts is not None:
+        words += ["--hosts", arguments.hosts, *told_hosts]
+    several_nodes = len(profile.cluster.node_sizes) > 1 and arguments.hosts is None
     if several_nodes and arguments.no_yaml:
         words += ["--node-rank", "N"]
     elif several_nodes:
         words += ["--config_file", str((arguments.yaml_dir or arguments.output.parent) / "nodeN.yaml")]
+    if arguments.no_yaml and arguments.mixed_precision not in (None, "no"):
+        words += ["--mixed-precision", arguments.mixed_precision]
     words += ["--plan", str(arguments.output)]
     return ("on every node N, " if several_nodes else "") + f"{shlex.join(words)} {_TRAINING_SCRIPT}"
 

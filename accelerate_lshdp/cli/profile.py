@@ -8,7 +8,6 @@ under ``accelerate launch`` itself.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from accelerate_lshdp.cli.byte_sizes import parse_bytes
 from accelerate_lshdp.cli.config import add_layout_arguments
 from accelerate_lshdp.cli.launch_hosts import Job, add_hosts_arguments, check_hosts_arguments, run_job
 from accelerate_lshdp.cli.node_heartbeats import LOST_SECONDS, NOTICE_SECONDS
+from accelerate_lshdp.cli.seconds import positive_seconds
 from accelerate_lshdp.documents.placement import ModelPlacement
 from accelerate_lshdp.documents.plan import PLAN_VARIABLE, Strategy
 from accelerate_lshdp.hosts.script_files import code_beside, from_here
@@ -90,7 +90,7 @@ def add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_seconds,
+        type=positive_seconds,
         default=DEFAULT_SECONDS,
         metavar="S",
         help=f"how long to measure, in all (default: {DEFAULT_SECONDS:g})",
@@ -224,13 +224,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of samples, at least 1")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:  # NaN fails as well
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of seconds above 0")
-    return seconds

@@ -170,6 +170,36 @@ def test_several_nodes_need_an_address_for_their_yaml_files(folder: Path, capsys
     assert not list(folder.glob("*.yaml"))
 
 
+def test_machines_of_a_file_need_no_yaml_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("machines.yaml").write_text("nodes: [{address: alpha, ranks: 2}, {address: beta, ranks: 2, ssh: b@beta}]")
+    made = plan("--total", "36", "--hosts", "machines.yaml", "--no-picture")
+    assert [node.address for node in made.cluster.nodes] == ["alpha", "beta"]
+    # What was measured stays as it was.
+    assert [node.device for node in made.cluster.nodes] == ["cpu", "cpu"]
+    assert sorted(path.name for path in folder.iterdir()) == ["lshdp_plan.json", "machines.yaml", "profile.json"]
+    # The file does not say that the machines train on processors, as they were profiled.
+    command = "next: accelerate-lshdp launch --hosts machines.yaml --cpu"
+    assert f"{command} --plan lshdp_plan.json YOUR" in capsys.readouterr().out
+    plan("--total", "36", "--hosts", "machines.yaml", "--no-picture", "--mixed-precision", "bf16")
+    assert f"{command} --mixed-precision bf16 --plan lshdp_plan.json YOUR" in capsys.readouterr().out
+    Path("machines.yaml").write_text("nodes: [{address: alpha, ranks: 2, cpu: 4}, {address: beta, ranks: 2, cpu: 8}]")
+    plan("--total", "36", "--hosts", "machines.yaml", "--no-picture")
+    assert "next: accelerate-lshdp launch --hosts machines.yaml --plan" in capsys.readouterr().out
+    assert main(["plan", "--verify", "lshdp_plan.json"]) == 0
+    words = ["plan", "profile.json", "--total", "36", "--hosts", "machines.yaml"]
+    assert main([*words, "--main-ip", "192.0.2.1"]) == 2
+    assert "--main-ip cannot be combined with --hosts" in capsys.readouterr().err
+    Path("machines.yaml").write_text("nodes: [{address: alpha, ranks: 2}, {address: beta, ranks: 1}]")
+    assert main(words) == 2
+    assert "found machines with [2, 1] ranks, but the profile is of nodes with [2, 2]" in capsys.readouterr().err
+    mixed = a_profile()
+    mixed["cluster"]["nodes"][1]["device"] = "cuda"
+    Path("profile.json").write_text(json.dumps(mixed))
+    Path("machines.yaml").write_text("nodes: [{address: alpha, ranks: 2, cpu: 4}, {address: beta, ranks: 2}]")
+    assert main(words) == 2
+    assert "nodes[1]: found a machine that does not say that it trains on a GPU" in capsys.readouterr().err
+
+
 def test_limits_can_be_overridden_and_stay_in_the_plan(folder: Path) -> None:
     flags = ("--total", "36", "--no-accumulation", "--no-picture", "--no-yaml")
     made = plan(*flags, "--set", "rank.0.max=10", "--set", "rank.1.memory=5GB,rank.2.max=9")
