@@ -95,8 +95,8 @@ def run_elastic(job: ElasticJob) -> int:
         0, the exit code of the script where it has failed first, or 128 + n after signal n.
     """
     with ExitStack() as stack:
+        bound, address = bound_socket(job.meeting, _say)  # first: while it waits for a network, nothing is to be left
         memory = stack.enter_context(folder_in_memory())
-        bound, address = bound_socket(job.meeting)
         ranks = stack.enter_context(NodeRanks(job.script, job.arguments, memory))
         # Before the others hear of this node: they stop for it when they do.
         ranks.wait_until_ready()

@@ -177,7 +177,7 @@ def test_half_goes_on_with_the_member_that_is_listed_first() -> None:
     network.run(5)
     assert network.members(0) == ["machine0", "machine3"] and network.current(1).number == 1
     assert not network.launchers[1].has_quorum(network.now) and network.launchers[0].has_quorum(network.now)
-    assert {member.name for member in network.launchers[1].silent(network.now)} == {"machine0", "machine3"}
+    assert {member.name for member in network.launchers[1].hearing.silent(network.now)} == {"machine0", "machine3"}
     network.split(set(range(4)))
     network.run(8)
     assert network.together()
@@ -279,7 +279,7 @@ def test_a_launcher_of_another_run_is_named() -> None:
     network = Network(2, 14)
     network.launchers[1]._run = "another"
     network.run(3)
-    assert network.launchers[0].foreign(network.now) == ["machine1"] and network.current(0).number == 0
+    assert network.launchers[0].hearing.foreign(network.now) == ["machine1"] and network.current(0).number == 0
 
 
 def test_a_run_waits_for_as_many_as_it_needs() -> None:

@@ -78,6 +78,11 @@ class Generation:
         return frozenset(member.identity for member in self.members)
 
     @property
+    def order(self) -> tuple[str, int]:
+        """Larger than that of the generations before it."""
+        return self.origin, self.number
+
+    @property
     def node_sizes(self) -> tuple[int, ...]:
         """Ranks of each node."""
         return tuple(member.ranks for member in self.members)
