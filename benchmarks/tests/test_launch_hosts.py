@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
 import subprocess
@@ -12,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from emulated_machines import Machines, emulated_machines
 from endless_trainer import TRAINER
 from laboratory.emulated_cluster import EmulatedCluster
 from laboratory.emulated_cluster.debian_tools import DebianTools
+from launch_endings import ENDINGS, assert_nothing_is_left, files_of
 
 from accelerate_lshdp.checkpoint.folder import search, verify
 
@@ -91,8 +90,6 @@ rounds: 1
 steps: 1
 profile_seconds: 0
 """
-#: Seconds in which everything has ended, on a busy machine: what is told to end has ten seconds for it.
-END_SECONDS = 30.0
 
 
 @pytest.fixture
@@ -114,37 +111,6 @@ def launch(machines: Machines, *arguments: str) -> tuple[int, str]:
 def results(output: str) -> list[str]:
     """What the ranks have printed at their end, by rank."""
     return [found[1] for found in sorted(re.findall(r"node \d \| rank (\d) of \d: (.*)", output))]
-
-
-def remains(machines: Machines) -> list[str]:
-    """Processes that run on the machines beside their ssh servers."""
-    left = []
-    for node in range(COUNT):
-        for pid in machines.cluster.pids(node):
-            try:
-                process = psutil.Process(pid)
-                command = process.cmdline()
-                # An ssh server, and what it has for a connection that has just ended.
-                if process.status() != psutil.STATUS_ZOMBIE and command and "sshd" not in command[0]:
-                    left.append(f"node {node}: {' '.join(command)}")
-            except psutil.NoSuchProcess:
-                continue
-    return left
-
-
-def assert_nothing_is_left(machines: Machines, files: set[Path]) -> None:
-    deadline = time.monotonic() + END_SECONDS
-    while remains(machines) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert remains(machines) == []
-    assert files_of(machines) == files
-    # Each machine has a /dev/shm of its own.
-    assert [machines.ssh.run(node, ["ls", "/dev/shm"]) for node in range(COUNT)] == [""] * COUNT
-
-
-def files_of(machines: Machines) -> set[Path]:
-    found = {path for node in range(COUNT) for path in machines.own_folder(node).rglob("*")}
-    return {path for path in found if "__pycache__" not in path.parts}
 
 
 def test_all_machines_train_one_model(machines: Machines) -> None:
@@ -258,70 +224,6 @@ def test_a_pulled_cable_is_noticed_and_ends_the_run(machines: Machines) -> None:
     machines.cluster.restore_link(1)
 
 
-# Each ends a run in the middle of its training in another way.
-
-
-def _of(machines: Machines, node: int, words: str) -> psutil.Process:
-    """A process of a node by words of its command."""
-    for pid in machines.cluster.pids(node):
-        process = psutil.Process(pid)
-        if words in " ".join(process.cmdline()):
-            return process
-    raise AssertionError(f"found no process with {words!r} on node {node}")
-
-
-def interrupt(machines: Machines, process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGINT)
-
-
-def terminate(machines: Machines, process: subprocess.Popen) -> None:
-    process.send_signal(signal.SIGTERM)
-
-
-def kill_launcher(machines: Machines, process: subprocess.Popen) -> None:
-    process.kill()
-
-
-def kill_agent(machines: Machines, process: subprocess.Popen) -> None:
-    _of(machines, 1, "accelerate_lshdp.hosts.agent").kill()
-
-
-def kill_rank(machines: Machines, process: subprocess.Popen) -> None:
-    _of(machines, 1, "-m accelerate_lshdp.run").kill()
-
-
-def kill_ssh(machines: Machines, process: subprocess.Popen) -> None:
-    next(found for pid in machines.cluster.pids(0) if (found := psutil.Process(pid)).name() == "ssh").kill()
-
-
-ENDINGS: dict[Callable[[Machines, subprocess.Popen], None], set[int]] = {
-    interrupt: {130},
-    terminate: {143},
-    kill_launcher: {-9},
-    kill_agent: {137, 255},
-    kill_rank: {137, 1},
-    kill_ssh: {255},
-}
-
-
-def end_at(machines: Machines, ending: Callable[[Machines, subprocess.Popen], None], seconds: float) -> None:
-    """Starts a run, ends it some time after it was started, and looks at what is left."""
-    before = files_of(machines)
-    process = machines.start("launch", ["--auto", "train.py", "100000", "-1"])
-    time.sleep(seconds)
-    try:
-        ending(machines, process)
-    except (AssertionError, StopIteration):  # so early that the process is not there yet
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    else:
-        output, _ = process.communicate(timeout=60)
-        # So early that nothing was started, or that Python does not handle signals yet.
-        early = {1, -signal.SIGINT, -signal.SIGTERM}
-        assert process.returncode in ENDINGS[ending] | early, output
-    assert_nothing_is_left(machines, before)
-
-
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
 def test_nothing_is_left_however_a_training_ends(
     machines: Machines, ending: Callable[[Machines, subprocess.Popen], None]
@@ -335,12 +237,3 @@ def test_nothing_is_left_however_a_training_ends(
     output, _ = process.communicate(timeout=60)
     assert process.returncode in ENDINGS[ending], output
     assert_nothing_is_left(machines, before)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_left_at_any_moment(machines: Machines, seed: int) -> None:
-    moments = random.Random(seed)
-    for ending in ENDINGS:
-        end_at(machines, ending, moments.uniform(0.3, 12.0))
