@@ -15,8 +15,9 @@ from accelerate_lshdp.runtime.free_port import free_port
 from accelerate_lshdp.runtime.membership.generation import Member
 
 
-#: Errors of a network that is not up yet, or of names that cannot be asked for now.
-_PASSING = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, socket.EAI_AGAIN)
+#: Errors of a network that is not up yet, or of names that cannot be asked for now. EINVAL: Linux has a route that
+#: drops what is sent, as VPNs set one until they are connected.
+_PASSING = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EINVAL, socket.EAI_AGAIN)
 _RETRY_SECONDS, _TELL_SECONDS = 1.0, 10.0
 
 
