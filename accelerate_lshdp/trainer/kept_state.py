@@ -88,11 +88,30 @@ def _last_checkpoint(self: Trainer, since: float) -> str | None:
     ]
     names = [name for found in all_objects(complete) for name in found]
     if not names:
-        logger.warning("no node has kept the state of the run, and there is no checkpoint: it begins again")
+        logger.warning(f"no node has kept the state of the run or has a checkpoint in {output}: it begins again")
         return None
     name = max(names, key=lambda each: int(each.rpartition("-")[2]))
     logger.warning(f"no node has kept the state of the run: it goes on from {name}")
     return os.path.join(output, name)
+
+
+@contextmanager
+def without_loading_models(self: Trainer) -> Iterator[None]:
+    """While the block runs, a Trainer that goes on from a kept state reads no model from that state's folder.
+
+    The accelerator's state has it. The method of the script's own Trainer may look for files of its own.
+    """
+    if getattr(self, "_lshdp_kept", None) is None:
+        yield
+        return
+    given = vars(self).get("_load_from_checkpoint")
+    self._load_from_checkpoint = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del self._load_from_checkpoint
+        if given is not None:
+            self._load_from_checkpoint = given
 
 
 @contextmanager

@@ -46,7 +46,8 @@ class TrainerOverrides(Trainer):
         resume_from_checkpoint = kept_state.to_continue_from(self) or resume_from_checkpoint
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoints.checkpoint_of_all_nodes(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with kept_state.without_loading_models(self):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._lshdp_drives()
