@@ -34,11 +34,16 @@ _LATE_TEXT = (
 )
 
 
-#: The exit code of a rank that ends because it has lost another one; sysexits.h calls it a failure of a protocol.
+#: The exit code of a rank that ends because another one was lost or has failed; sysexits.h calls it a failure of a
+#: protocol.
 FOLLOWS_ANOTHER = 76
 
 
-class CommunicationError(RuntimeError):
+class OtherRankError(RuntimeError):
+    """This rank cannot go on because of what has happened to another one, whose own output says what."""
+
+
+class CommunicationError(OtherRankError):
     """Another rank has ended, cannot be reached or did not answer within the time-out of the process group.
 
     This rank's part of the step is lost, and the process group cannot be used any more: end the process.
@@ -58,11 +63,11 @@ def failures_explained() -> Iterator[None]:
 
 
 def follows_another(error: BaseException) -> bool:
-    """Whether an error of this rank comes from the loss of another one, in which case that one's error says why."""
+    """Whether an error of this rank comes from the loss or failure of another one, whose own error says why."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:  # a script may have made a circle
-        if isinstance(link, CommunicationError) or _is_of_a_collective(link):
+        if isinstance(link, OtherRankError) or _is_of_a_collective(link):
             return True
         seen.add(id(link))
         link = link.__cause__ or link.__context__

@@ -23,10 +23,11 @@ from training_cases import collate
 
 from accelerate_lshdp.engine.stores.shared import memory as node_memory
 from accelerate_lshdp.engine.stores.shared.bucket import GradientSource, SharedBucket
-from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.memory import Layout, NodeMemory, NodeMemoryError, OtherNodeRankError
 from accelerate_lshdp.engine.stores.shared.reduction import NodeReduction
-from accelerate_lshdp.engine.stores.shared.table import NodeTable
+from accelerate_lshdp.engine.stores.shared.table import BarrierPurpose, NodeTable
 from accelerate_lshdp.engine.wire.reduction import GradientReduction, PendingReduction
+from accelerate_lshdp.runtime.failures import follows_another
 from accelerate_lshdp.runtime.topology import Topology
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -53,7 +54,8 @@ def end_early(how: str, folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     except RuntimeError as error:
-        (folder / f"error-{rank}").write_text(str(error))
+        # By the kind of error launchers know which rank's output says why.
+        (folder / f"error-{rank}").write_text(f"{follows_another(error)}: {error}")
         if how == "hangs":
             os.kill(pids[1], signal.SIGKILL)
         raise
@@ -62,13 +64,13 @@ def end_early(how: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "code", "message"),
     [
-        ("is killed", -signal.SIGKILL, "local rank 1 of this node has ended, but was to"),
+        ("is killed", -signal.SIGKILL, "True: local rank 1 of this node has ended, but was to"),
         ("raises", 1, "local rank 1 of this node (failed|has ended)"),
-        ("leaves", 0, "local rank 1 of this node has ended, but was to"),
+        ("leaves", 0, "True: local rank 1 of this node has ended, but was to"),
         pytest.param(
             "hangs",
             -signal.SIGKILL,
-            "waited 5 s for the other ranks of this node to .* One of them hangs",
+            "False: waited 5 s for the other ranks of this node to .* One of them hangs",
             marks=pytest.mark.slow,
         ),
     ],
@@ -171,8 +173,29 @@ def test_a_rank_may_fail_in_its_next_backward_while_others_end_this_one(second_r
     # In a backward that it has failed itself, it has not added anything.
     reduction.begin()
     reduction.ready(0, [torch.ones(4)], [True], True)
-    with pytest.raises(RuntimeError, match="the backward of local rank 0 of this node failed"):
+    with pytest.raises(OtherNodeRankError, match="the backward of local rank 0 of this node failed"):
         reduction.finish(True, lambda index: None)
+
+
+def test_a_rank_that_is_elsewhere_is_an_error_of_the_script(second_rank):
+    """Also where a backward of this rank has failed before, or the other one ends afterwards."""
+    reduction, table, _ = second_rank
+    table.collectives[0] = 1
+    table.failed[1] = 1
+    with pytest.raises(NodeMemoryError, match="has gone on to its next gather") as caught:
+        reduction.barrier(BarrierPurpose.STEP_BEGINS)
+    assert not follows_another(caught.value)
+    with pytest.raises(NodeMemoryError, match="has gone on to its next gather"):
+        reduction.barrier(BarrierPurpose.STEP_BEGINS)
+
+
+def test_the_loss_of_a_rank_is_known_as_such_at_later_barriers(second_rank):
+    reduction, _, other = second_rank
+    other.close()
+    for _ in range(2):  # the script may have handled the first one
+        with pytest.raises(OtherNodeRankError, match="local rank 0 of this node has ended") as caught:
+            reduction.barrier(BarrierPurpose.STEP_BEGINS)
+        assert follows_another(caught.value)
 
 
 class Connections(Dataset):

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.runtime.failures import OtherRankError
 from accelerate_lshdp.runtime.option_advice import option_advice
 from accelerate_lshdp.runtime.topology import Topology
 
@@ -36,6 +37,10 @@ _HELLO = struct.Struct("=i")
 
 class NodeMemoryError(RuntimeError):
     """The ranks of a node cannot share memory, or one of them has gone."""
+
+
+class OtherNodeRankError(NodeMemoryError, OtherRankError):
+    """Another rank of the node has ended, or has failed."""
 
 
 def advice_without_memory(topology: Topology) -> str:

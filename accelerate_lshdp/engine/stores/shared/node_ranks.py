@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError
+from accelerate_lshdp.engine.stores.shared.memory import NodeMemory, NodeMemoryError, OtherNodeRankError
 from accelerate_lshdp.engine.stores.shared.table import BARRIER_PURPOSES, BarrierPurpose, NodeTable
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
@@ -49,7 +49,7 @@ class NodeRanks:
         self._barriers = 0
         self._collectives = 0
         self._purpose: BarrierPurpose | None = None
-        self._barrier_error: str | None = None  # why ranks no longer come to the same barriers
+        self._barrier_error: RuntimeError | None = None  # why ranks no longer come to the same barriers
         self._changed = threading.Condition()
         self._error: BaseException | None = None  # of the thread
 
@@ -78,7 +78,7 @@ class NodeRanks:
             RuntimeError: another rank has gone, came for something else, or waits for this one elsewhere.
         """
         if self._barrier_error is not None:
-            raise RuntimeError(self._barrier_error)
+            raise type(self._barrier_error)(str(self._barrier_error))
         # Two rows in turn: a fast rank may write its purpose of the next barrier while a slow one still reads this
         # one. It cannot be two barriers ahead, as each waits for all.
         self._barriers += 1
@@ -97,7 +97,7 @@ class NodeRanks:
                     f"the ranks of this node do different things: {', '.join(came)}. {_SAME_CALLS_HINT}"
                 )
         except RuntimeError as error:
-            self._barrier_error = str(error)
+            self._barrier_error = error.with_traceback(None)  # which would keep tensors of the script alive
             raise
         finally:
             self._purpose = None
@@ -183,7 +183,7 @@ class NodeRanks:
             )
         others = np.flatnonzero(broken >= step)
         if others.size and not failed() and not self.has_stepped(parts, step):
-            raise RuntimeError(
+            raise OtherNodeRankError(
                 f"the optimizer's step of local rank {others[0]} of this node failed, and this rank needs the "
                 "parameters that it steps; its own output says why"
             )
@@ -212,16 +212,17 @@ class NodeRanks:
                 if problem is None:
                     self._changed.wait(timeout=nap_seconds)
                 elif not done():  # a rank may have done its part before it ended
-                    kind = NodeMemoryError if self._error is None else RuntimeError
-                    raise kind(problem) from self._error
+                    raise problem from self._error
         self._fence()
 
-    def _problem(self, what: str, late: bool, missing: Callable[[], Iterable[int]] | None = None) -> str | None:
+    def _problem(
+        self, what: str, late: bool, missing: Callable[[], Iterable[int]] | None = None
+    ) -> RuntimeError | None:
         """The reason why waiting any longer is of no use; None while it is."""
         if self._error is not None:
-            return f"summing gradients on this node failed: {self._error}"
+            return RuntimeError(f"summing gradients on this node failed: {self._error}")
         if (elsewhere := self._find_rank_elsewhere()) is not None:
-            return f"{elsewhere}, while this one waited for it to {what}. {_SAME_CALLS_HINT}"
+            return NodeMemoryError(f"{elsewhere}, while this one waited for it to {what}. {_SAME_CALLS_HINT}")
         failed = self._table.failed >= self._backward
         # Not those that have done their part of this backward, and failed in the next one.
         failed &= (self._table.failed == self._backward) | (self._table.added < self._backward).any(axis=1)
@@ -230,16 +231,18 @@ class NodeRanks:
             failed &= np.isin(np.arange(failed.size), list(missing()))
         # Where the own backward has failed, too, its ranks go on together in the next one.
         if failed.any() and not failed[self._rank]:
-            return (
+            return OtherNodeRankError(
                 f"the backward of local rank {int(failed.argmax())} of this node failed, while others waited for it "
                 f"to {what}; its own output says why"
             )
         gone = self._memory.gone if missing is None else self._memory.gone.intersection(missing())
         if gone:
             rank = min(gone)
-            return f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
+            return OtherNodeRankError(
+                f"local rank {rank} of this node has ended, but was to {what}; its own output says why"
+            )
         if late:
-            return (
+            return NodeMemoryError(
                 f"waited {self.timeout_seconds:g} s for the other ranks of this node to {what}. One of them hangs, "
                 "has left the training loop, made a different number of backward passes, or waits for another node "
                 "itself; their own output says more"
