@@ -6,6 +6,10 @@ have made: until an optimizer steps they do not change. What does change while a
 data, counters, buffers) is noted when the step's first forward begins. So another thread can write a checkpoint of the
 last step at any moment but that of the optimizer's step itself, for which it waits.
 
+Where the ranks of a node share parameters, and each of them has a part of the optimizer's state, they write it
+together, over a process group of their node that nothing else uses. By a gate in front of each step all of them have
+made the same ones (`runtime.step_gate`).
+
 The checkpoint is an ordinary one, in a folder in memory: the next generation of ranks finds the newest that any node
 has, and all continue from it (`checkpoint.run_state`).
 """
@@ -17,6 +21,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -26,16 +31,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.logging import get_logger
 from torch import nn
 
 from accelerate_lshdp.accelerator.run_checkpoints import positioned_loaders, training_objects
+from accelerate_lshdp.accelerator.session import Session
 from accelerate_lshdp.checkpoint.model import ModelTensors
 from accelerate_lshdp.checkpoint.run_state import NodeLayout, newest_checkpoint_everywhere, save_checkpoint
 from accelerate_lshdp.engine.policies import Mechanism
-from accelerate_lshdp.runtime.elastic_rank import KEEP, KEPT, PAUSE, ElasticRank, elastic_rank, listen
+from accelerate_lshdp.runtime.elastic_rank import KEEP, KEPT, PAUSE, ElasticRank, elastic_rank, listen, say
 from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER
-from accelerate_lshdp.runtime.lone import alone
+from accelerate_lshdp.runtime.groups import world_timeout
+from accelerate_lshdp.runtime.participants import alone, among
+from accelerate_lshdp.runtime.step_gate import StepGate
 
 
 logger = get_logger(__name__)
@@ -57,12 +66,27 @@ class _Moment:
     buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _NodeParts:
+    """How the ranks of this node keep its state where each of them has a part of it.
+
+    Args:
+        group: of these ranks, for nothing but keeping the state.
+        gate: in front of each optimizer's step.
+        others: their places on the node, without this rank's.
+    """
+
+    group: dist.ProcessGroup
+    gate: StepGate
+    others: tuple[int, ...]
+
+
 class StateKeeper:
     """Keeps the state of one process's training.
 
     Args:
         rank: what the launcher has told this process.
-        local_rank: its place on its node; the first one keeps the node's state.
+        local_rank: its place on its node; the first one writes the node's state.
 
     Attributes:
         pause_wanted: whether this rank was told to leave after the step that all are in.
@@ -71,6 +95,7 @@ class StateKeeper:
         is_loaded: whether this process goes on from a state that was kept, or from a checkpoint, if there is any.
         about_script: what a script's own part of the state is, as text; called when the state is kept.
         also_saved: objects of a script that its checkpoints have as well: ``custom``, ``gradient_accumulation_steps``.
+        own_failure: the exit code of an error of the script's own on this rank, which is not that of another one.
     """
 
     def __init__(self, rank: ElasticRank, local_rank: int) -> None:
@@ -80,12 +105,17 @@ class StateKeeper:
         self._before_step: _Moment | None = None  # while a step is computed
         self._steps = threading.Lock()  # held while an optimizer steps, and while the state is written
         self._is_stepping = False
+        self._node: _NodeParts | None = None  # None: this rank has the whole state
+        self._has_groups = False
+        # By the gate of the node: the last step that this rank has made, and the last one that all of them make.
+        self._stepped = self._last_step = 0
         self._has_begun = self._has_stepped = False  # a step of this process, and its end
         self._asked = threading.Event()
         self._at_boundary = threading.Event()
         self._writing = threading.Lock()
         self.pause_wanted = self.pause_agreed = self.is_loaded = False
         self.trainings = 0
+        self.own_failure: int | None = None
         self._buffer_names: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
         self.about_script: Callable[[], str | None] = lambda: None
         self.also_saved: Callable[[], dict[str, Any]] = dict
@@ -94,8 +124,20 @@ class StateKeeper:
     # What the training says
 
     def follow(self, accelerator: Any) -> None:
-        """From now on the state is that of this accelerator's training."""
+        """From now on the state is that of this accelerator's training (collective: makes process groups)."""
         self._accelerator = weakref.ref(accelerator)
+        session = accelerator.session
+        topology = session.topology
+        if self._has_groups or not _is_shared_by_node(session) or max(topology.node_sizes) == 1:
+            return
+        self._has_groups = True  # on all ranks: they have to make the same groups
+        made = [session.engine.placement.groups.on_host(ranks, "kept state") for ranks in topology.node_groups]
+        size = topology.node_sizes[topology.node]
+        if size > 1:
+            path, seconds = self._rank.memory.gate(self._rank.generation), world_timeout().total_seconds()
+            gate = StepGate(path, self._local_rank, size, seconds)
+            others = tuple(each for each in range(size) if each != self._local_rank)
+            self._node = _NodeParts(made[topology.node], gate, others)
 
     def forward_begins(self) -> None:
         """A forward of a model in training begins."""
@@ -106,6 +148,8 @@ class StateKeeper:
             return
         if self._is_stepping:  # the last step has failed, and left what nobody knows
             self._is_stepping, self._has_begun = False, False
+            if self._node is not None:
+                self._stepped = self._node.gate.arrived
             self._steps.release()
         if self.pause_agreed:
             self._leave(self._now())
@@ -137,9 +181,12 @@ class StateKeeper:
 
     def step_begins(self) -> None:
         """An optimizer is about to change parameters."""
-        if not self._is_stepping:
-            self._steps.acquire()
-            self._is_stepping = True
+        if self._is_stepping:
+            return
+        if self._node is not None and not self._node.gate.let_through():
+            threading.Event().wait()  # not all ranks of the node make this step; the other thread ends this process
+        self._steps.acquire()
+        self._is_stepping = True
 
     def step_ends(self) -> None:
         """The optimizer has changed them, or has left out a step whose gradients have overflowed."""
@@ -148,6 +195,8 @@ class StateKeeper:
             self._first_step_made()
         if self._is_stepping:
             self._is_stepping = False
+            if self._node is not None:
+                self._stepped = self._node.gate.arrived
             self._steps.release()
 
     def _first_step_made(self) -> None:
@@ -186,11 +235,11 @@ class StateKeeper:
 
     def _keep_and_leave(self) -> None:
         self._asked.set()
-        if self._before_step is None and self._has_begun:
+        if not self._closes():
+            self._end(KEPT)
+        if self._before_step is None and not self._at_boundary.is_set():
             # Between two steps: the script's own books of the last one may not be closed yet.
             self._at_boundary.wait(_BOUNDARY_SECONDS)
-        if not self._has_begun:
-            self._end(KEPT)
         self._wait_for_steps()
         if self._before_step is None and not self._at_boundary.is_set():
             # A step has just ended: its books are closed when the next one begins, or the script waits for others.
@@ -199,14 +248,45 @@ class StateKeeper:
             self._wait_for_steps()
         self._leave(self._before_step or self._now())
 
+    def _closes(self) -> bool:
+        """Ends the steps of this node's ranks; whether there is anything to keep."""
+        accelerator = self._accelerator()
+        if accelerator is None or why_not_kept(accelerator) is not None:
+            return False
+        if self._node is None:
+            return self._has_begun
+        # Before their first step all nodes have what they have loaded still.
+        self._last_step = self._node.gate.close()
+        return self._last_step > 0
+
     def _wait_for_steps(self) -> None:
-        if not self._steps.acquire(timeout=_STEP_SECONDS):
+        """Waits until this rank is in no step, and has made that of all ranks of its node; holds ``_steps`` then."""
+        deadline = time.monotonic() + _STEP_SECONDS
+        while self._stepped < self._last_step and time.monotonic() < deadline:
+            time.sleep(0.001)  # all were let through to it, and some may not have begun
+        if self._stepped < self._last_step or not self._steps.acquire(timeout=max(0.0, deadline - time.monotonic())):
             logger.error(f"an optimizer's step has not ended in {_STEP_SECONDS:g} s, so this rank's state is lost")
             self._end(KEPT)
 
+    def wait_if_leaving(self) -> None:
+        """Waits for the end of this process if another thread keeps its state, while the main thread has failed."""
+        if not self._asked.is_set():
+            return
+        if self._is_stepping:  # that thread would wait for the step's end
+            self._end(FOLLOWS_ANOTHER)
+        threading.Event().wait()
+
+    def script_ends(self) -> None:
+        """The script has ended; but a part of the state that others of this node need may be kept still."""
+        if self._node is not None or self.own_failure is not None:
+            self.wait_if_leaving()
+
     def leave_after_failure(self) -> None:
         """Keeps the state and ends this process, whose main thread calls this: other ranks were lost."""
-        if self._has_begun and not self._is_stepping:
+        if not self._is_stepping and self._closes():
+            for other in () if self._node is None else self._node.others:
+                # Its part of the state is needed, and it may wait where nothing fails.
+                say(self._rank.memory.control(other), KEEP)
             self._write(self._before_step or self._now())
         self._end(FOLLOWS_ANOTHER)
 
@@ -219,18 +299,20 @@ class StateKeeper:
     def _end(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        code = code if self.own_failure is None else self.own_failure
         os._exit(code)  # groups of ranks that are gone cannot be left in order
 
     def _write(self, moment: _Moment) -> None:
-        """Writes the state, once a process."""
+        """Writes the state, once a process; together with the other ranks of the node where each has a part of it."""
         if not self._writing.acquire(blocking=False):
             threading.Event().wait()  # another thread does, and ends this process
-        accelerator = self._accelerator()
-        if self._local_rank or accelerator is None or why_not_kept(accelerator) is not None:
+        accelerator, group = self._accelerator(), None if self._node is None else self._node.group
+        if group is None and self._local_rank:
             return
         session = accelerator.session
+        place, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         try:
-            with torch.no_grad(), alone():
+            with torch.no_grad(), alone() if group is None else among(group):
                 objects = training_objects(accelerator, session)
                 objects.values = {id(buffer): before for buffer, before in moment.buffers}
                 objects.loaders = moment.loaders
@@ -240,7 +322,7 @@ class StateKeeper:
                 save_checkpoint(
                     self._rank.memory.state / _STATE,
                     objects,
-                    NodeLayout(0, 1, 0, 1, 0, session.device),
+                    NodeLayout(place, size, 0, 1, place, session.device),
                     plan_digest="",
                     step=moment.step,
                     samples_seen=moment.samples_seen,
@@ -284,13 +366,18 @@ def state_keeper() -> StateKeeper | None:
     return None if rank is None else StateKeeper(rank, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def keeper_in_use() -> StateKeeper | None:
+    """The keeper of this process if an accelerator has made it; a script may fail before."""
+    return state_keeper() if state_keeper.cache_info().currsize else None
+
+
 def why_not_kept(accelerator: Any) -> str | None:
-    """Why a rank alone cannot keep the state of a run; None: it can."""
+    """Why a node cannot keep the state of a run without the others; None: it can."""
     session = accelerator.session
     topology, policies = session.topology, session.policies
     whole = policies.mechanism is Mechanism.REPLICATED
     of_one_rank = all(len(group) == 1 for group in policies.shard_groups)
-    if not whole and not of_one_rank:
+    if not whole and not of_one_rank and not _is_shared_by_node(session):
         return f"strategy {session.strategy} spreads it over ranks ({topology.node_sizes} on the nodes)"
     if policies.mechanism is Mechanism.STREAMED:
         return f"strategy {session.strategy} ends a step while the next one is computed"
@@ -299,3 +386,9 @@ def why_not_kept(accelerator: Any) -> str | None:
     if accelerator._save_model_state_pre_hook:
         return "hooks of save_state save a part of it themselves"
     return None
+
+
+def _is_shared_by_node(session: Session) -> bool:
+    """Whether the ranks of each node have the state together, as each has a part of the optimizer's alone."""
+    # Beside nodes with devices, those without have their parameters so, too; but the others' state cannot be kept.
+    return session.policies.mechanism is Mechanism.NODE_SHARED and not session.topology.mixes_devices

@@ -24,7 +24,7 @@ class StateKeeping(Protocol):
         """The newest state that any node has kept, now on this one (collective)."""
 
     def follow(self, accelerator: Any) -> None:
-        """From now on the state is that of this accelerator's training."""
+        """From now on the state is that of this accelerator's training (collective)."""
 
     def forward_begins(self) -> None:
         """A forward of a model in training begins."""

@@ -13,6 +13,7 @@ from accelerate_lshdp.checkpoint.stream import TensorSource
 from accelerate_lshdp.checkpoint.tensors import TensorEntry
 from accelerate_lshdp.engine.stores.shared.ownership import NodeOwnership
 from accelerate_lshdp.runtime.object_exchange import all_objects
+from accelerate_lshdp.runtime.participants import place_of
 
 
 @dataclass
@@ -71,7 +72,8 @@ def _merge(
     sources: list[TensorSource] = []
     for name in (name for group in mine.document["groups"] for name in group["parameters"]):
         ownership = ownerships.get(name)
-        of_owner, entries = told[ownership.owner] if ownership is not None else (mine.document["state"], [])
+        owner = None if ownership is None else place_of(ownership.owner)
+        of_owner, entries = (mine.document["state"], []) if owner is None else told[owner]
         if name not in of_owner:
             continue
         state[name] = of_owner[name]
@@ -83,7 +85,7 @@ def _merge(
         # Broadcast by the owner inside its node only: every node has an owner of its own for the parameter.
         for tensor in wanted:
             value = own[tensor].tensor if ownership.owned else None
-            sources.append(TensorSource(by_name[tensor], value, ownership.owner, ownership.group))
+            sources.append(TensorSource(by_name[tensor], value, owner, ownership.group))
     listed = {source.entry.name for source in sources}
     rest = [source for source in mine.sources if source.entry.name not in listed]  # of options, the same everywhere
     return DescribedOptimizer({**mine.document, "state": state}, [*rest, *sources])

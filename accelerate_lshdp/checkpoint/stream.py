@@ -24,7 +24,8 @@ class TensorSource:
     Attributes:
         entry: name, dtype and full shape.
         tensor: this rank's value; a DTensor is gathered over its own mesh. None where another rank has it.
-        rank: the one rank whose plain tensor is meant; None if every node has its own replica or shards.
+        rank: the one rank, among those that exchange, whose plain tensor is meant; None if every node has its own
+            replica or shards.
         group: the ranks that get the tensor of ``rank``: those of its node. None: all ranks.
     """
 

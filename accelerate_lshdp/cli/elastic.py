@@ -272,7 +272,8 @@ class _Launcher:
         if self.lost_at is None:
             self.lost_at = time.monotonic()
             killed = [code for code in codes if code < 0]
-            self.deaths += [self.lost_at] if killed else []
+            # One that has left the training before the others has a fault of its own, too, if it does so each time.
+            self.deaths += [self.lost_at] if killed or 0 in codes else []
             # A generation in which no step was made may have lost a node; several have not.
             self.untrained = 0 if self.memory.stepped(self.training.number).exists() else self.untrained + 1
             if self.untrained >= _UNTRAINED:

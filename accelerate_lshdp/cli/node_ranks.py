@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from accelerate_lshdp.runtime.elastic_rank import NodeFolder
+from accelerate_lshdp.runtime.elastic_rank import NodeFolder, say
 from accelerate_lshdp.shim.warm_ranks import command
 
 
@@ -36,8 +35,6 @@ class NodeRanks:
         self._pids: dict[str, int] = {}
         self._set = 0
         self._pending = b""
-        self._talks = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._talks.setblocking(False)
         self._begin(script)
 
     def _begin(self, script: str | None) -> None:
@@ -62,7 +59,6 @@ class NodeRanks:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._end()
-        self._talks.close()
 
     def _end(self) -> None:
         """Ends the process that starts ranks."""
@@ -129,8 +125,7 @@ class NodeRanks:
         """Tells the ranks something, as far as they listen: see ``accelerator.state_keeper``."""
         for name in self._pids:
             if name not in self._codes:
-                with suppress(OSError):  # one that has no accelerator yet
-                    self._talks.sendto(word, str(self._memory.control(_local_rank(name))))
+                say(self._memory.control(_local_rank(name)), word)
 
     def wait(self, seconds: float) -> bool:
         """Waits until all ranks have ended; whether they have in so many seconds."""

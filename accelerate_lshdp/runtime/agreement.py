@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from accelerate_lshdp.runtime.failures import failures_explained
-from accelerate_lshdp.runtime.lone import has_others
+from accelerate_lshdp.runtime.participants import has_others, participants
 
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGro
 
     Args:
         error: what went wrong on this rank, or None.
-        group: the ranks that take part; all by default. Without a process group this process is alone.
+        group: the ranks that take part; None: those with which this thread exchanges (`participants`), mostly all.
+            Without a process group this process is alone.
 
     Raises:
         RuntimeError: naming the ranks that failed and what each of them said, once per distinct message. An exception
@@ -108,6 +109,7 @@ def raise_on_all_ranks(error: BaseException | str | None, group: dist.ProcessGro
     else:
         message = error
     if has_others():
+        group = participants() if group is None else group
         # Texts, not exceptions: what one rank can pickle, another may not be able to read. Every rank sends one, None
         # included, so that all take part, and all raise the same or none does.
         messages: list[str | None] = [None] * dist.get_world_size(group)

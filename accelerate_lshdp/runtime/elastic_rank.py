@@ -40,6 +40,10 @@ class NodeFolder:
         """A file that is there once a rank of this node has made a step in a generation."""
         return self.path / f"stepped{generation}"
 
+    def gate(self, generation: int) -> Path:
+        """The file of the `StepGate` of a generation's ranks on this node."""
+        return self.path / f"gate{generation}"
+
     def control(self, local_rank: int) -> Path:
         """The socket on which a rank hears what it is to do."""
         return self.path / f"rank{local_rank}.control"
@@ -88,6 +92,13 @@ def ranks_at_start(world_size: int) -> int:
     """The ranks for which a script's batches and steps are meant: not those of now, if nodes have come or gone."""
     told = elastic_rank()
     return world_size if told is None else told.ranks_at_start
+
+
+def say(path: Path, word: bytes) -> None:
+    """Sends a word to whoever listens to a socket; nobody may any more, or not yet."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as talks:
+        talks.setblocking(False)
+        talks.sendto(word, str(path))
 
 
 def listen(path: Path, hear: Callable[[bytes], None]) -> None:

@@ -1,5 +1,8 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""Exchange between ranks while they save or load: small objects, tensors, and whether something failed."""
+"""Exchange between ranks while they save or load: small objects, tensors, and whether something failed.
+
+Ranks are counted among those with which a thread exchanges (`participants`), which mostly are all.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
 from accelerate_lshdp.runtime.groups import host_backend
-from accelerate_lshdp.runtime.lone import has_others
+from accelerate_lshdp.runtime.participants import has_others, participants
 
 
 _T = TypeVar("_T")
@@ -21,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The place of this rank in the world. The rank with local rank 0 reads and writes the files of its node.
+    """The place of this rank among those that exchange. The one with local rank 0 reads and writes its node's files.
 
     Raises:
         ValueError: if it contradicts the process group.
@@ -35,7 +38,8 @@ class NodeLayout:
     device: torch.device
 
     def __post_init__(self) -> None:
-        found = (dist.get_rank(), dist.get_world_size()) if has_others() else (0, 1)
+        group = participants() if has_others() else None
+        found = (dist.get_rank(group), dist.get_world_size(group)) if has_others() else (0, 1)
         if (self.rank, self.world_size) != found:
             raise ValueError(
                 f"the layout says rank {self.rank} of {self.world_size}, "
@@ -103,8 +107,9 @@ def all_objects(value: Any) -> list[Any]:
     """Gathers one picklable value a rank, in rank order, on every rank (collective)."""
     if not has_others():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    group = participants()
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -112,8 +117,9 @@ def object_from(source: int, value: Any) -> Any:
     """Broadcasts rank `source`'s picklable value; the other ranks' values are ignored (collective)."""
     if not has_others():
         return value
-    box = [value if dist.get_rank() == source else None]
-    dist.broadcast_object_list(box, src=source)
+    group = participants()
+    box = [value if dist.get_rank(group) == source else None]
+    dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
 
 
@@ -123,11 +129,19 @@ def broadcast_bytes(
     """Fills a one-dimensional uint8 CPU tensor on every rank (of the group) with rank `source`'s.
 
     A world without a backend for CPU tensors (nccl alone) is served through `device`.
+
+    Args:
+        buffer: of the same size on all ranks.
+        source: the rank.
+        device: of this rank.
+        group: the ranks that take part; None, or inside `among`: those with which this thread exchanges.
     """
     # Sizes are the same on all ranks, so all of them skip an empty buffer.
     if not has_others() or buffer.numel() == 0:
         return
-    if host_backend() is None:
+    if participants() is not None:
+        dist.broadcast(buffer, group=participants(), group_src=source)
+    elif host_backend() is None:
         dist.broadcast(buffer, src=source, group=group)
     else:
         # A copy on the device, so the result has to come back to the buffer on the ranks that receive.
@@ -156,9 +170,9 @@ def broadcast_tensor(
         tensor: on rank `source`; others may pass None.
         shape: of the tensor, known on all ranks.
         dtype: of the tensor, known on all ranks.
-        source: rank in the world.
+        source: the rank.
         layout: the place of this rank.
-        group: the ranks that take part; None: all.
+        group: as for `broadcast_bytes`.
     """
     if layout.rank == source:
         value = tensor.detach().cpu().contiguous()

@@ -70,31 +70,62 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             _run_file(arguments.script, arguments.script_args)
     except SystemExit as end:
-        if end.code and os.environ.get("LSDP_ELASTIC") is not None:  # a script may make it of any error
-            _leave_if_others_are_lost(end)
+        _leave_elastic_run(end)
+        _end_with_elastic_run()
         raise
     except BaseException as error:
         _hide_own_frames()
         from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER, follows_another
 
-        if not follows_another(error):
+        code = FOLLOWS_ANOTHER if follows_another(error) else 1
+        if code == 1 and not _is_elastic():
             raise
-        if os.environ.get("LSDP_ELASTIC") is not None:
-            _leave_if_others_are_lost(error)
-        # As the interpreter would show it; its code tells launchers that another rank's failure is the cause.
+        _leave_elastic_run(error)
+        # As the interpreter would show it; the code tells launchers that another rank's failure is the cause.
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(FOLLOWS_ANOTHER)
+        _end_with_elastic_run()
+        sys.exit(code)
+    _end_with_elastic_run()
 
 
-def _leave_if_others_are_lost(error: BaseException) -> None:
-    """Ends a rank of an elastic run that has lost others; its launcher starts it again with those that are there."""
-    from accelerate_lshdp.accelerator.state_keeper import state_keeper
+def _is_elastic() -> bool:
+    return os.environ.get("LSDP_ELASTIC") is not None
+
+
+def _leave_elastic_run(error: BaseException) -> None:
+    """Ends a rank of an elastic run that has lost others: its launcher starts it again with those that are there.
+
+    Args:
+        error: with which the script has ended. If it is the script's own, or none, this returns.
+    """
+    if not _is_elastic():
+        return
+    from accelerate_lshdp.accelerator.state_keeper import keeper_in_use
     from accelerate_lshdp.runtime.failures import follows_another
 
-    if follows_another(error):
-        found = error.__cause__ or error.__context__ or error
-        print(f"accelerate_lshdp.run: other ranks were lost: {found}"[:500], file=sys.stderr, flush=True)
-        state_keeper().leave_after_failure()
+    keeper = keeper_in_use()
+    code = getattr(error, "code", 1) if isinstance(error, SystemExit) else 1
+    if keeper is None or not code:
+        return
+    if not follows_another(error):  # a script may make a SystemExit of any error
+        # The code of this process also if its state is being kept, which else looks like the loss of a node.
+        keeper.own_failure = code if isinstance(code, int) else 1
+        return
+    keeper.wait_if_leaving()
+    found = error.__cause__ or error.__context__ or error
+    print(f"accelerate_lshdp.run: other ranks were lost: {found}"[:500], file=sys.stderr, flush=True)
+    keeper.leave_after_failure()
+
+
+def _end_with_elastic_run() -> None:
+    """Before a script ends: in an elastic run another thread may be keeping what other ranks need."""
+    if not _is_elastic():
+        return
+    from accelerate_lshdp.accelerator.state_keeper import keeper_in_use
+
+    keeper = keeper_in_use()
+    if keeper is not None:
+        keeper.script_ends()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

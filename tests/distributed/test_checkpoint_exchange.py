@@ -9,7 +9,16 @@ import torch.distributed as dist
 from checkpoint_cases import layout
 
 from accelerate_lshdp.runtime.agreement import raise_on_all_ranks
-from accelerate_lshdp.runtime.object_exchange import Attempt, as_bytes, broadcast_tensor, errors_on_all_ranks
+from accelerate_lshdp.runtime.object_exchange import (
+    Attempt,
+    NodeLayout,
+    all_objects,
+    as_bytes,
+    broadcast_tensor,
+    errors_on_all_ranks,
+    object_from,
+)
+from accelerate_lshdp.runtime.participants import alone, among, has_others, place_of
 
 
 def fail_on(ranks, group_size=None):
@@ -70,3 +79,27 @@ def every_dtype():
 
 def test_tensors_of_every_dtype_travel(workers):
     assert workers(2).run(every_dtype) == [True, True]
+
+
+def exchange_in_pairs():
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]  # all of them on all ranks: torch numbers groups
+    pair = groups[rank // 2]
+    first = rank // 2 * 2
+    with among(pair):
+        here = NodeLayout(rank % 2, 2, 0, 1, rank % 2, torch.device("cpu"))
+        assert all_objects(rank) == [first, first + 1]
+        assert [object_from(place, rank) for place in range(2)] == [first, first + 1]
+        assert [place_of(each) for each in (first, first + 1)] == [0, 1]
+        mine = torch.full((3,), float(rank))
+        found = broadcast_tensor(mine if here.rank else None, (3,), torch.float32, 1, here)
+        assert found.tolist() == [first + 1.0] * 3
+        with pytest.raises(RuntimeError, match=f"^rank {first + 1}: a reason$"):
+            raise_on_all_ranks("a reason" if here.rank else None)
+        with alone():
+            assert not has_others() and all_objects(rank) == [rank] and place_of(rank) == 0
+    return all_objects(rank)
+
+
+def test_ranks_of_a_group_exchange_without_the_others(workers):
+    assert workers(4).run(exchange_in_pairs) == [[0, 1, 2, 3]] * 4

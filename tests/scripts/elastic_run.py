@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -84,8 +85,8 @@ while done < steps:
         schedule.step()
         optimizer.zero_grad()
         done += 1
-        # While one of four is missed, so that it can return before the training ends.
-        time.sleep(float(sys.argv[1]) * (4 if os.environ.get("WORLD_SIZE") == "3" else 1))
+        # While some of four are missed, so that they can return before the training ends.
+        time.sleep(float(sys.argv[1]) * (6 if int(os.environ.get("WORLD_SIZE", "4")) < 4 else 1))
         place = getattr(accelerator, "batch_place", None)
         if accelerator.is_main_process and place is not None:
             print(json.dumps({"step": done, "first": place.first_sample, "total": place.total_samples}), flush=True)
@@ -102,21 +103,33 @@ class ElasticRun:
 
     Args:
         folder: in which they run; output of node n goes to ``output{n}``.
-        count: number of nodes.
+        nodes: how many, with a rank each; or the numbers of their ranks.
         script: what they train.
         arguments: of the script.
         options: of the command.
+        environment: variables beside those that all launches have.
     """
 
-    def __init__(self, folder: Path, count: int, script: str, *arguments: object, options: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int | Sequence[int],
+        script: str,
+        *arguments: object,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        sizes = [1] * nodes if isinstance(nodes, int) else nodes
         self.folder = folder
-        self.count = count
+        self.count = len(sizes)
+        self._environment = environment or {}
         (folder / "train.py").write_text(script)
-        place = ["--nodes", ",".join("1" * count), "--cpu", "--main-ip", "127.0.0.1", "--main-port", str(free_port())]
+        place = ["--nodes", ",".join(map(str, sizes)), "--cpu", "--main-ip", "127.0.0.1"]
+        place += ["--main-port", str(free_port())]
         self._options = ["--auto", "--elastic", "1", *place, *options]
         self._script = ["train.py", *map(str, arguments)]
         self.launchers: dict[int, subprocess.Popen] = {}
-        for node in range(count):
+        for node in range(self.count):
             self.start(node)
 
     def __enter__(self) -> ElasticRun:
@@ -131,6 +144,7 @@ class ElasticRun:
         """Starts the launcher of a node, or starts it again."""
         command = [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", *self._options]
         environment = {**base_environment(), "GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1"}
+        environment |= self._environment
         with (self.folder / f"output{node}").open("a") as file:
             self.launchers[node] = subprocess.Popen(
                 [*command, "--node-rank", str(node), *self._script],

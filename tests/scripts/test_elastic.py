@@ -22,6 +22,15 @@ pytestmark = [
 ]
 
 
+#: For the line of `TRAINER` that makes it.
+OWN_TRAINER = """
+class Own(Trainer):
+    def _load_from_checkpoint(self, folder, model=None):
+        raise OSError(f"no modules.json in {folder}")
+
+trainer = Own("""
+#: Where a script may fail that is not in a backward.
+_LESS_OFTEN = ("forward", "step")
 #: The buffer of `LOOP`.
 _FORWARDS = "0.forwards"
 
@@ -47,9 +56,9 @@ def error(found: Path, expected: dict[str, torch.Tensor]) -> float:
 
 
 def test_a_trainer_goes_on_when_a_node_is_lost_and_when_it_returns(tmp_path: Path) -> None:
-    """Node 0, to which the others had come to meet it."""
+    """Node 0, to which the others had come to meet it. The Trainer looks for files of its own in checkpoints."""
     expected = alone(tmp_path / "alone", TRAINER, 0, 20, 12)
-    with ElasticRun(tmp_path, 3, TRAINER, 0.15, 20, 4) as run:
+    with ElasticRun(tmp_path, 3, TRAINER.replace("trainer = Trainer(", OWN_TRAINER), 0.15, 20, 4) as run:
         run.wait_for("step 8 of 3", 0, 1, 2)
         folders = [run.memory(node) for node in range(3)]
         run.kill(0)
@@ -109,6 +118,49 @@ def test_a_loop_goes_on(tmp_path: Path, how: str, length: str) -> None:
         assert torch.load(tmp_path / "trained.pt")["rate"] == pytest.approx(expected["rate"], rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "how"),
+    [
+        ("lsdp", (2, 2), "power"),
+        pytest.param("group_sharding", (2, 2), "rank", marks=pytest.mark.slow),
+        pytest.param("lsdp", (2, 2), "rank", marks=pytest.mark.slow),
+        pytest.param("lsdp", (2, 2), "leaves", marks=pytest.mark.slow),
+        pytest.param("lsdp", (2, 1, 1), "power", marks=pytest.mark.slow),
+        pytest.param("lsdp", (1, 3), "freeze", marks=pytest.mark.slow),
+        pytest.param("ddp", (2, 2), "rank", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_the_state_of_a_node_keep_it_together(
+    tmp_path: Path, strategy: str, sizes: tuple[int, ...], how: str
+) -> None:
+    """No step is made twice, and there is no checkpoint."""
+    expected = alone(tmp_path / "alone", LOOP.replace("batch_size=4", "batch_size=16"), 0, 120, "loads", "now")
+    environment = {"LSDP_STRATEGY": strategy}
+    with ElasticRun(tmp_path, sizes, LOOP, 0.1, 120, "loads", "now", environment=environment) as run:
+        run.wait_for('"step": 10,', 0)
+        if how == "power":
+            run.kill(1)
+        elif how == "freeze":
+            run.send(1, signal.SIGSTOP)
+        elif how == "leaves":
+            run.launchers[1].send_signal(signal.SIGTERM)
+            assert run.launchers[1].wait(60) == 128 + signal.SIGTERM, run.outputs
+        else:
+            run.ranks(1)[-1].kill()
+        run.wait_for("generation 2", 0)
+        if how == "freeze":
+            run.send(1, signal.SIGCONT)
+        elif how != "rank":
+            run.start(1)
+        run.wait_for("generation 2" if how == "rank" else "generation 3", 1)
+        assert run.end() == [0] * len(sizes), run.outputs
+        trained = [json.loads(line) for line in run.output(0).splitlines() if line.startswith('{"step"')]
+        assert [each["step"] for each in trained] == list(range(1, 121)), run.outputs
+        assert "could not be kept" not in run.output(0), run.outputs
+        assert error(tmp_path, expected) < 1e-9
+        assert torch.load(tmp_path / "trained.pt")["rate"] == pytest.approx(expected["rate"], rel=1e-9)
+
+
 @pytest.mark.slow
 def test_all_that_are_told_to_end_save_the_same_step(tmp_path: Path) -> None:
     script = TRAINER.replace('"save_strategy": "no"', '"save_strategy": "epoch"').replace(
@@ -139,3 +191,20 @@ def test_a_script_that_fails_ends_the_run(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, 3, script, 0.1, 400, "loads", "now") as run:
         assert run.end() == [1, 1, 1], run.outputs
         assert "AssertionError" in run.output(1) and "the script has failed on 127.0.0.1" in run.output(0), run.outputs
+
+
+@pytest.mark.parametrize("where", ["backward", *(pytest.param(each, marks=pytest.mark.slow) for each in _LESS_OFTEN)])
+def test_an_error_of_one_rank_of_a_node_ends_the_run(tmp_path: Path, where: str) -> None:
+    """The other rank of its node has the state with it, and must not take it for a rank that was lost."""
+    line = {
+        "forward": "        assert done < 5 or os.environ['RANK'] != '1', 'own'\n",
+        "backward": "        inputs.requires_grad_().register_hook(own)\n",
+        "step": "        optimizer.optimizer.register_step_pre_hook(own)\n",
+    }[where]
+    own = "def own(*_):\n    assert done < 5 or os.environ['RANK'] != '1', 'own'\n\n"
+    script = LOOP.replace("steps = int(sys", own + "steps = int(sys")
+    script = script.replace("        accelerator.backward(model", line + "        accelerator.backward(model")
+    with ElasticRun(tmp_path, (2, 1), script, 0.1, 400, "loads", "now") as run:
+        assert run.end() == [1, 1], run.outputs
+        assert run.output(0).count("AssertionError: own\n") == 1, run.outputs
+        assert "generation 2" not in run.output(0) + run.output(1), run.outputs
