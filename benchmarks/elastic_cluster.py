@@ -7,6 +7,7 @@ with two cores can have four of them. What a run has trained is compared with on
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -25,7 +26,7 @@ from laboratory.emulated_cluster import EmulatedCluster
 #: Seconds that the devices of the nodes take for a sample.
 SAMPLE_SECONDS = (0.004, 0.006, 0.008, 0.012)
 COUNT = len(SAMPLE_SECONDS)
-#: Samples of a node's batch as the script has it; of a global batch, COUNT times as many.
+#: Samples of a rank's batch as the script has it; of a global batch, as many times as there are ranks.
 BATCH_SIZE = 8
 #: Of a run against one process, in fp64: sums are formed in another order.
 TOLERANCE = 1e-9
@@ -67,7 +68,8 @@ while done < steps:
         schedule.step()
         optimizer.zero_grad()
         done += 1
-        print(f"step {done} at {time.time():.3f}", flush=True)
+        if accelerator.is_local_main_process:
+            print(f"step {done} at {time.time():.3f}", flush=True)
         if save_every and done % save_every == 0:
             print("saves", flush=True)
             accelerator.save_state(f"{folder}/step{done:06d}")
@@ -106,14 +108,23 @@ class ElasticCluster:
         steps: of the training.
         save_every: steps between two checkpoints; 0: none.
         elastic: whether nodes may come and go.
+        ranks: of each node.
     """
 
     def __init__(
-        self, cluster: EmulatedCluster, folder: Path, steps: int, *, save_every: int = 0, elastic: bool = True
+        self,
+        cluster: EmulatedCluster,
+        folder: Path,
+        steps: int,
+        *,
+        save_every: int = 0,
+        elastic: bool = True,
+        ranks: int = 1,
     ) -> None:
         self.cluster = cluster
         self.folder = folder
         self.nodes = len(cluster.nodes)
+        self._ranks = ranks
         self._options = ["--auto", "--cpu", *(["--elastic", "1"] if elastic else [])]
         self._script = ["train.py", str(steps), str(BATCH_SIZE), str(save_every)]
         (folder / "train.py").write_text(TRAIN)
@@ -126,7 +137,7 @@ class ElasticCluster:
         """Starts the launcher of a node."""
         main = self.cluster.nodes[0].address
         command = [sys.executable, "-m", "accelerate_lshdp.cli.main", "launch", *self._options]
-        command += ["--nodes", ",".join("1" * self.nodes), "--node-rank", str(node), "--main-ip", main]
+        command += ["--nodes", ",".join([str(self._ranks)] * self.nodes), "--node-rank", str(node), "--main-ip", main]
         command += ["--main-port", str(PORT), *self._script]
         environment = {
             **os.environ,
@@ -162,6 +173,15 @@ class ElasticCluster:
         """The steps that a node has made, and when."""
         found = re.findall(r"^step (\d+) at ([\d.]+)$", self.output(node), re.MULTILINE)
         return [(int(step), float(at)) for step, at in found]
+
+    def steps_lost(self) -> int:
+        """Steps that were lost beside those under way: how far nodes have gone back behind their last step."""
+        # A node's last step, made once more, was under way: those that are left had not made it.
+        return sum(
+            max(0, before - after)
+            for node in range(self.nodes)
+            for (before, _), (after, _) in itertools.pairwise(self.steps(node))
+        )
 
     @property
     def has_trained(self) -> bool:
@@ -232,11 +252,12 @@ class ElasticCluster:
                 subprocess.run([*way, action, "blackhole", f"{other.address}/32"], capture_output=True, check=False)
 
 
-def train_alone(folder: Path, steps: int) -> dict[str, torch.Tensor]:
-    """What one process trains, of global batches as large."""
+def train_alone(folder: Path, steps: int, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """What one process trains, of global batches as large as those of nodes with so many ranks."""
     (folder / "train.py").write_text(TRAIN)
     # With the order of samples that a run of several has.
-    command = [sys.executable, "-m", "accelerate_lshdp.run", "train.py", str(steps), str(BATCH_SIZE * COUNT), "0"]
+    command = [sys.executable, "-m", "accelerate_lshdp.run", "train.py", str(steps)]
+    command += [str(BATCH_SIZE * COUNT * ranks), "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     return torch.load(folder / "trained.pt")

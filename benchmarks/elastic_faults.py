@@ -3,12 +3,15 @@
 
     python benchmarks/elastic_faults.py
     python benchmarks/elastic_faults.py --runs 2 --faults 3 --seed 7
+    python benchmarks/elastic_faults.py --runs 4 --ranks 2
     python benchmarks/elastic_faults.py --minutes 15
 
 Nodes are killed, switched off (the link is cut before), frozen, cut off from each other in two halves, told to leave;
 ranks are killed; two nodes are lost at once; a node is lost while checkpoints are saved, or while another one joins.
 Each run has to end with the parameters and the learning rate of one process that trains the same steps. For each fault
-it prints after how many seconds the first of the others had noticed it, and after how many they trained on.
+it prints after how many seconds the first of the others had noticed it, and after how many they trained on; and in the
+end how many steps were lost beside those that were under way. With several ranks a node, these share its parameters,
+and keep their state together.
 
 With ``--minutes`` there is one run with a fault every minute, of one node at a time, and it prints the part that was
 trained of what the nodes that were there could have trained. It needs root.
@@ -182,15 +185,15 @@ class Faults:
 def disturbed(arguments: argparse.Namespace) -> int:
     """Several runs with several faults each; returns 1 if one was not exact."""
     draw = random.Random(arguments.seed)
-    bad = faults = 0
+    bad = faults = lost = 0
     noticed: list[float] = []
     went_on: list[float] = []
     with tempfile.TemporaryDirectory() as alone:
-        expected = train_alone(Path(alone), STEPS)
+        expected = train_alone(Path(alone), STEPS, arguments.ranks)
     for number in range(arguments.runs):
-        description = Cluster((Node(1, cores=2.0),) * COUNT, Link(1e9))
+        description = Cluster((Node(arguments.ranks, cores=2.0),) * COUNT, Link(1e9))
         with tempfile.TemporaryDirectory() as folder, EmulatedCluster(description) as cluster:
-            run = ElasticCluster(cluster, Path(folder), STEPS, save_every=SAVE_EVERY)
+            run = ElasticCluster(cluster, Path(folder), STEPS, save_every=SAVE_EVERY, ranks=arguments.ranks)
             happened = Faults(run, draw, (3.0, 8.0))
             run.wait(lambda run=run: bool(run.steps(0)), 120)
             for _ in range(arguments.faults):
@@ -203,13 +206,14 @@ def disturbed(arguments: argparse.Namespace) -> int:
             apart = difference(Path(folder), expected)
             bad += apart >= TOLERANCE
             word = "exact" if apart < TOLERANCE else "WRONG"
+            lost += run.steps_lost()
             print(f"run {number}: {word} ({apart:.1e}), codes {codes}: {', '.join(happened.told)}", flush=True)
             if apart >= TOLERANCE or any(codes):
                 for node in range(COUNT):
                     print(f"--- node {node}\n{run.output(node)[-3000:]}", flush=True)
             noticed += happened.noticed
             went_on += happened.went_on
-    print(f"{arguments.runs} runs, {faults} faults, {bad} runs that are not exact")
+    print(f"{arguments.runs} runs, {faults} faults, {bad} runs that are not exact, {lost} steps lost")
     for what, seconds in (("noticed", noticed), ("trained on", went_on)):
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
@@ -268,9 +272,12 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--faults", type=int, default=5, help="in each run")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults")
+    parser.add_argument("--ranks", type=int, default=1, help="of each node")
     parser.add_argument("--minutes", type=int, default=0, help="one run of so many minutes")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.minutes and arguments.ranks > 1:
+        parser.error("found --minutes with --ranks, expected one of them: it knows the pace of one rank a node")
     return kept(arguments) if arguments.minutes else disturbed(arguments)
 
 
