@@ -49,7 +49,7 @@ def has_others() -> bool:
 
 
 def participants() -> dist.ProcessGroup | None:
-    """The group with whose ranks this thread exchanges; None: all ranks. Where there are others."""
+    """The group with whose ranks this thread exchanges; None: all ranks. To be asked only if `has_others`."""
     return getattr(_of_thread, "whom", None)
 
 
