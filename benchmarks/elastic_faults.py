@@ -54,6 +54,7 @@ class Faults:
         told: a word or two about each fault.
         noticed: seconds until the first of the others had noticed that a node was silent.
         went_on: seconds until the others trained on.
+        missed: how many of the faults were of members.
         presence: when nodes were lost (False) and there again (True).
     """
 
@@ -64,6 +65,7 @@ class Faults:
         self.told: list[str] = []
         self.noticed: list[float] = []
         self.went_on: list[float] = []
+        self.missed = 0
         self.presence: list[tuple[float, int, bool]] = []
 
     def happen(self, kind: str) -> None:
@@ -94,17 +96,21 @@ class Faults:
         def heard() -> bool:
             return changed() or any("nothing is heard" in run.output(each, marks[each]) for each in others)
 
-        noticed = time.time() - began if run.wait(heard, 30) else None
+        # A launcher that is only about to join is missed by nobody: the others train on, and tell of no change.
+        missed = kind == "partition" or bool(lost & members)
+        self.missed += missed
+        noticed = time.time() - began if missed and run.wait(heard, 30) else None
         if kind == "two":
             time.sleep(draw.uniform(0, 3))
             self._return(kind, lost)
-        went_on = self._until_steps(began) if run.wait(changed, 40) else None
-        # A launcher that is only about to join is missed by nobody.
+        went_on = self._until_steps(began) if not missed or run.wait(changed, 40) else None
         if kind.split()[0] in SILENT and noticed is not None and lost <= members:
             self.noticed.append(noticed)
-        if kind not in ("leave", "two") and went_on is not None:
+        if missed and kind not in ("leave", "two") and went_on is not None:
             self.went_on.append(went_on)
-        self.told.append(f"{kind} " + "/".join("-" if each is None else f"{each:.1f}" for each in (noticed, went_on)))
+        of_member = "" if missed else "(no member) "
+        seconds = "/".join("-" if each is None else f"{each:.1f}" for each in (noticed, went_on))
+        self.told.append(f"{kind} {of_member}{seconds}")
         if kind not in ("two", "rank"):
             away = 20.0 if kind == "freeze" else draw.uniform(*self._away)
             time.sleep(max(0.0, began + away - time.time()))
@@ -185,7 +191,7 @@ class Faults:
 def disturbed(arguments: argparse.Namespace) -> int:
     """Several runs with several faults each; returns 1 if one was not exact."""
     draw = random.Random(arguments.seed)
-    bad = faults = lost = 0
+    bad = faults = missed = lost = 0
     noticed: list[float] = []
     went_on: list[float] = []
     with tempfile.TemporaryDirectory() as alone:
@@ -211,9 +217,11 @@ def disturbed(arguments: argparse.Namespace) -> int:
             if apart >= TOLERANCE or any(codes):
                 for node in range(COUNT):
                     print(f"--- node {node}\n{run.output(node)[-3000:]}", flush=True)
+            missed += happened.missed
             noticed += happened.noticed
             went_on += happened.went_on
-    print(f"{arguments.runs} runs, {faults} faults, {bad} runs that are not exact, {lost} steps lost")
+    of_members = f"{faults} faults, {missed} of them of members"
+    print(f"{arguments.runs} runs, {of_members}; {bad} runs that are not exact, {lost} steps lost")
     for what, seconds in (("noticed", noticed), ("trained on", went_on)):
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
