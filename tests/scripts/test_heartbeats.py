@@ -29,7 +29,8 @@ model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.para
 model.train()
 print("training begins", flush=True)
 began = time.monotonic()
-while time.monotonic() - began < float(sys.argv[1]):
+# Ended by what all ranks agree on alone: their clocks may say different things between two passes.
+while True:
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
