@@ -55,6 +55,7 @@ class Faults:
         noticed: seconds until the first of the others had noticed that a node was silent.
         went_on: seconds until the others trained on.
         missed: how many of the faults were of members.
+        stood_still: how many of the faults nobody trained on after, while the benchmark waited.
         presence: when nodes were lost (False) and there again (True).
     """
 
@@ -65,7 +66,7 @@ class Faults:
         self.told: list[str] = []
         self.noticed: list[float] = []
         self.went_on: list[float] = []
-        self.missed = 0
+        self.missed = self.stood_still = 0
         self.presence: list[tuple[float, int, bool]] = []
 
     def happen(self, kind: str) -> None:
@@ -104,6 +105,7 @@ class Faults:
             time.sleep(draw.uniform(0, 3))
             self._return(kind, lost)
         went_on = self._until_steps(began) if not missed or run.wait(changed, 40) else None
+        self.stood_still += went_on is None and not run.has_trained
         if kind.split()[0] in SILENT and noticed is not None and lost <= members:
             self.noticed.append(noticed)
         if missed and kind not in ("leave", "two") and went_on is not None:
@@ -191,7 +193,7 @@ class Faults:
 def disturbed(arguments: argparse.Namespace) -> int:
     """Several runs with several faults each; returns 1 if one was not exact."""
     draw = random.Random(arguments.seed)
-    bad = faults = missed = lost = 0
+    bad = faults = missed = stood_still = lost = 0
     noticed: list[float] = []
     went_on: list[float] = []
     with tempfile.TemporaryDirectory() as alone:
@@ -214,14 +216,16 @@ def disturbed(arguments: argparse.Namespace) -> int:
             word = "exact" if apart < TOLERANCE else "WRONG"
             lost += run.steps_lost()
             print(f"run {number}: {word} ({apart:.1e}), codes {codes}: {', '.join(happened.told)}", flush=True)
-            if apart >= TOLERANCE or any(codes):
+            if apart >= TOLERANCE or any(codes) or happened.stood_still:
                 for node in range(COUNT):
-                    print(f"--- node {node}\n{run.output(node)[-3000:]}", flush=True)
+                    print(f"--- node {node}\n{run.output(node)[-30000:]}", flush=True)
             missed += happened.missed
+            stood_still += happened.stood_still
             noticed += happened.noticed
             went_on += happened.went_on
     of_members = f"{faults} faults, {missed} of them of members"
     print(f"{arguments.runs} runs, {of_members}; {bad} runs that are not exact, {lost} steps lost")
+    print(f"after {stood_still} faults nobody trained on for 40 s or longer")
     for what, seconds in (("noticed", noticed), ("trained on", went_on)):
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
