@@ -197,6 +197,14 @@ class ElasticCluster:
                 self._newest = max(self._newest, (int(number), names))
         return self._newest[0], self.nodes_of(self._newest[1].split(", "))
 
+    def may_go_on_without(self, lost: Collection[int]) -> bool:
+        """Whether the members of the newest generation that are left may go on without these, or half of them may."""
+        _, members = self.newest()
+        left = members - set(lost)
+        # Half of them may if the first-listed one is among them.
+        first = self.nodes_of(self._newest[1].split(", ")[:1])
+        return 2 * len(left) > len(members) or (2 * len(left) == len(members) and first <= left)
+
     def nodes_of(self, names: Collection[str]) -> frozenset[int]:
         """The nodes whose launchers have these names."""
         return frozenset(node.index for node in self.cluster.nodes if f"{node.address}:{PORT}" in names)

@@ -54,6 +54,7 @@ class Faults:
         told: a word or two about each fault.
         noticed: seconds until the first of the others had noticed that a node was silent.
         went_on: seconds until the others trained on.
+        waited: the same from when those that were lost were there again, where the others had to wait for them.
         missed: how many of the faults were of members.
         stood_still: how many of the faults nobody trained on after, while the benchmark waited.
         presence: when nodes were lost (False) and there again (True).
@@ -66,6 +67,7 @@ class Faults:
         self.told: list[str] = []
         self.noticed: list[float] = []
         self.went_on: list[float] = []
+        self.waited: list[float] = []
         self.missed = self.stood_still = 0
         self.presence: list[tuple[float, int, bool]] = []
 
@@ -84,6 +86,7 @@ class Faults:
             return
         lost = {node, (node + draw.randrange(1, COUNT)) % COUNT} if kind in ("two", "partition") else {node}
         number, members = run.newest()
+        may_go_on = run.may_go_on_without(lost)
         marks = [run.told_bytes(each) for each in range(COUNT)]
         began = time.time()
         self._lose(kind, lost)
@@ -98,23 +101,32 @@ class Faults:
             return changed() or any("nothing is heard" in run.output(each, marks[each]) for each in others)
 
         # A launcher that is only about to join is missed by nobody: the others train on, and tell of no change.
-        missed = kind == "partition" or bool(lost & members)
+        # So are those that are cut off from all members.
+        missed = bool(lost & members) and (kind != "partition" or bool(members - lost))
         self.missed += missed
         noticed = time.time() - began if missed and run.wait(heard, 30) else None
-        if kind == "two":
-            time.sleep(draw.uniform(0, 3))
+        away = 20.0 if kind == "freeze" else draw.uniform(*((0.0, 3.0) if kind == "two" else self._away))
+        comes_back = kind != "rank"
+        has_to_wait = missed and comes_back and kind not in ("partition", "leave") and not may_go_on
+        if has_to_wait or kind == "two":
+            time.sleep(max(0.0, began + away - time.time()))
             self._return(kind, lost)
-        went_on = self._until_steps(began) if not missed or run.wait(changed, 40) else None
+            comes_back = False
+        if has_to_wait:  # of one that was frozen nobody tells a change
+            went_on = self._until_steps(time.time())
+        else:
+            went_on = self._until_steps(began) if not missed or run.wait(changed, 40) else None
         self.stood_still += went_on is None and not run.has_trained
         if kind.split()[0] in SILENT and noticed is not None and lost <= members:
             self.noticed.append(noticed)
-        if missed and kind not in ("leave", "two") and went_on is not None:
+        if went_on is not None and has_to_wait:
+            self.waited.append(went_on)
+        elif went_on is not None and missed and kind != "leave":
             self.went_on.append(went_on)
-        of_member = "" if missed else "(no member) "
+        of_member = "(had to wait) " if has_to_wait else "" if missed else "(no member) "
         seconds = "/".join("-" if each is None else f"{each:.1f}" for each in (noticed, went_on))
         self.told.append(f"{kind} {of_member}{seconds}")
-        if kind not in ("two", "rank"):
-            away = 20.0 if kind == "freeze" else draw.uniform(*self._away)
+        if comes_back:
             time.sleep(max(0.0, began + away - time.time()))
             self._return(kind, lost)
 
@@ -179,12 +191,19 @@ class Faults:
     def _at_join(self, node: int) -> int | None:
         """Has a node leave and come back, and waits until it is let in; the one to be lost then, None: it was not."""
         run = self._run
+        if not run.wait(lambda: node in run.newest()[1], 30):
+            return None
         number = run.newest()[0]
         run.cluster.kill_node(node)
-        if not run.wait(lambda: run.newest()[0] > number, 30):
+        run.launchers[node].wait(90)
+        # Where the others have to wait for it, its return is what they hear of.
+        if run.may_go_on_without({node}):
+            run.wait(lambda: run.newest()[0] > number, 30)
+            number = run.newest()[0]
+        if run.has_trained:
             return None
         run.start(node)
-        if not run.wait(lambda: node in run.newest()[1], 30):
+        if not run.wait(lambda: run.newest()[0] > number and node in run.newest()[1], 30):
             return None
         time.sleep(self._draw.uniform(0, 1.5))
         return self._draw.randrange(COUNT)
@@ -196,6 +215,7 @@ def disturbed(arguments: argparse.Namespace) -> int:
     bad = faults = missed = stood_still = lost = 0
     noticed: list[float] = []
     went_on: list[float] = []
+    waited: list[float] = []
     with tempfile.TemporaryDirectory() as alone:
         expected = train_alone(Path(alone), STEPS, arguments.ranks)
     for number in range(arguments.runs):
@@ -223,10 +243,12 @@ def disturbed(arguments: argparse.Namespace) -> int:
             stood_still += happened.stood_still
             noticed += happened.noticed
             went_on += happened.went_on
+            waited += happened.waited
     of_members = f"{faults} faults, {missed} of them of members"
     print(f"{arguments.runs} runs, {of_members}; {bad} runs that are not exact, {lost} steps lost")
     print(f"after {stood_still} faults nobody trained on for 40 s or longer")
-    for what, seconds in (("noticed", noticed), ("trained on", went_on)):
+    had_to_wait = "trained on once those were back for whom they had to wait"
+    for what, seconds in (("noticed", noticed), ("trained on", went_on), (had_to_wait, waited)):
         if seconds:
             middle, most = statistics.median(seconds), max(seconds)
             print(f"{what} after {middle:.1f} s in the median, {most:.1f} s at most ({len(seconds)} faults)")
