@@ -4,10 +4,12 @@
     python benchmarks/step_messages.py
     python benchmarks/step_messages.py --ranks 2,4,8 --parameters 700 --changing
 
-Each rank is a process in a network namespace of this program's own, in which nothing else sends. Messages and bytes a
-step are those that a rank hands to the network; beside them stand the bytes that the kernel has sent, with headers of
-TCP and what gloo tells the other end. A beat is what a launcher tells others twice a second, with one rank a node.
-Seconds are those of all ranks on the cores of one machine. It needs root.
+Each rank is a process in a network namespace of this program's own, in which nothing else sends. In a step it tells
+the others what its loss is, as it does unless the script says how losses count, and after the backward how long it
+took and which parameters it has used. Messages and bytes a step are those that a rank hands to the network; beside
+them stand the bytes that the kernel has sent, with headers of TCP and what gloo tells the other end. A beat is what a
+launcher tells others twice a second, with one rank a node. Seconds are those of all ranks on the cores of one machine.
+It needs root.
 """
 
 from __future__ import annotations
@@ -30,14 +32,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate_lshdp.accelerator.losses.observations import SeenLoss
+from accelerate_lshdp.accelerator.losses.telling import told
+from accelerate_lshdp.accelerator.losses.values import CrossEntropies
 from accelerate_lshdp.runtime import row_group
 from accelerate_lshdp.runtime.heartbeats import message_bytes
 from accelerate_lshdp.runtime.liveness import Liveness
-from accelerate_lshdp.runtime.step_exchange import RankReport, StepExchange
+from accelerate_lshdp.runtime.step_exchange import REPORT_BYTES, RankReport, StepExchange
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
 STEPS = 20
+#: What a rank tells of a loss that is known.
+LOSS, _ = told(SeenLoss(*[1.0] * 4, *[math.nan] * 3, 1.0, math.nan, *[1.0] * 12, values=CrossEntropies()))
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2); Python has it from 3.12 on
 
 
@@ -55,13 +62,17 @@ def exchanges(rank: int, size: int, folder: str, usages: Sequence[torch.Tensor],
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
     exchange = StepExchange(rank, size, WaitClock())
     report = RankReport(1.0, 0.1, 0.1, 0.0)
-    exchange.after_backward(report, [usages[0]]).wait()  # the first one connects
+    exchange.make_loss_rows()
+    exchange.share_loss(LOSS).wait()  # the first ones connect
+    exchange.after_backward(report, [usages[0]]).wait()
     dist.barrier()
     time.sleep(0.2)
     before, seconds = sent_bytes(), []
     for step in range(1, 1 + STEPS):
         began = time.perf_counter()
+        telling = exchange.share_loss(LOSS)
         reports, _ = exchange.after_backward(report, [usages[step % len(usages)]]).wait()
+        telling.wait()
         seconds.append(time.perf_counter() - began)
         assert len(reports) == size
     time.sleep(0.5)  # until all have sent theirs
@@ -87,14 +98,15 @@ def measure(size: int, usages: Sequence[torch.Tensor]) -> tuple[float, float]:
 
 def payload(size: int, parameters: int, changing: bool) -> tuple[int, int]:
     """Messages and bytes that a rank hands to the network in a step."""
-    rows = [8 * len(RankReport._fields) + 1]
-    if changing:
-        rows.append(-(-parameters // 8))
-    messages = size - 1
-    if size > row_group.DIRECT_RANKS:
-        messages = math.ceil(math.log2(size))
-        rows = [1 + row for row in rows]  # whether it has come
-    return messages * len(rows), sum(rows) * (size - 1)
+    rows, bits = [len(LOSS), REPORT_BYTES + 1], -(-parameters // 8)
+    if size <= row_group.DIRECT_RANKS:
+        # To each of the others; of the bits a part, and one that has been united.
+        rows += [-(-bits // size)] * 2 if changing else []
+        return (size - 1) * len(rows), (size - 1) * sum(rows)
+    rounds = math.ceil(math.log2(size))
+    # With a byte that says whether they have come.
+    messages, count = rounds * len(rows), (size - 1) * sum(1 + row for row in rows)
+    return (messages + rounds, count + rounds * (1 + bits)) if changing else (messages, count)
 
 
 def beat(nodes: int) -> tuple[int, int]:

@@ -226,7 +226,7 @@ class Backward:
             RuntimeError: on all ranks, if they are not in step, or one found a problem.
         """
         session = self._session
-        reports, counts = pending.wait()
+        reports, used = pending.wait()
         require_same_step(reports, session.topology.name_of)
         session.stop_requests.agree([report.stop_signal for report in reports])
         if session.keeper is not None:
@@ -238,9 +238,9 @@ class Backward:
                 "the batch sizes of this step, which they decide on from the same numbers (install the same "
                 "versions of Python and all packages on all nodes, and let all ranks fetch the same batches)",
             )
-        for prepared, count in zip(session.engine.models, counts, strict=True):
+        for prepared, used_parameters in zip(session.engine.models, used, strict=True):
             if prepared in synchronised:
-                prepared.drop_unused(count)
+                prepared.drop_unused(used_parameters)
         session.engine.share_statistics()
 
     def _refuse_wrong_backward(self, place: MicroBatchPlace | None) -> None:

@@ -24,7 +24,7 @@ _AFTER_FAILURE = "So the sums of gradients are not those of the step, and the ru
 #: What a rank may have found, told to the others by its number.
 PROBLEMS = (UNRECOGNISED, DIFFERENT_SHARES, INSIDE_WINDOW, LEFT_OUT, LEFT_OPEN, ANOTHER_LOSS, FAILED, DROPPED, CHANGED)
 
-#: Hashes travel as float64, which holds integers up to 2 ** 53.
+#: Hashes have 48 bits, of the 64 in which they travel.
 _MODULUS = 2**48
 _MULTIPLIER = 0x5DEECE66D
 

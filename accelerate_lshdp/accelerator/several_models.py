@@ -63,7 +63,7 @@ def require_same_models(
         (_SUMMED if prepared.synchronise_next else _KEPT_ALONE) if reached[number] else _LEFT_OUT
         for number, prepared in enumerate(models)
     ]
-    uses = exchange.rows_before_backward(torch.tensor(own))
+    uses = exchange.rows_before_backward(torch.tensor(own, dtype=torch.uint8))
     for number, prepared in enumerate(models):
         for ranks in shard_groups:
             does = {rank: int(uses[rank][number]) for rank in ranks if rank in uses}

@@ -71,7 +71,7 @@ class BackwardState:
 
     def report(self, count: int) -> torch.Tensor:
         """To which trainable parameters' gradients this rank has contributed: 0/1, shape (count,), float64."""
-        # These travel as bits with the step's report.
+        # Ranks tell each other of these with the step's report, in a byte or in bits (`ToldUsage`).
         usage = torch.zeros(count, dtype=torch.float64)
         if self._used:
             usage[sorted(self._used)] = 1

@@ -255,14 +255,14 @@ class PreparedModel:
         """The usage of a rank that took no part in the backward: zeros, shape (parameters,), float64."""
         return torch.zeros(len(self._parameters), dtype=torch.float64)
 
-    def drop_unused(self, usage: torch.Tensor) -> None:
+    def drop_unused(self, used: torch.Tensor) -> None:
         """Sets ``.grad`` to None where no rank had a gradient, as in one process (AdamW would decay the parameter).
 
         Args:
-            usage: number of ranks that used each trainable parameter, shape (parameters,).
+            used: whether any rank used each trainable parameter, shape (parameters,).
         """
-        for parameter, ranks in zip(self._parameters, usage.tolist(), strict=True):
-            if ranks == 0:
+        for parameter, is_used in zip(self._parameters, used.tolist(), strict=True):
+            if not is_used:
                 parameter.grad = None
 
     # Steps and states

@@ -31,7 +31,7 @@ def all_meet_here(place: str) -> bool:
     Args:
         place: names the point in the program, the same on all ranks.
     """
-    store, place = _store(), _this_time(place)
+    store, place = store_of_launch(), _this_time(place)
     store.add(place, 1)
     ends = time.monotonic() + _APART_SECONDS
     while store.add(place, 0) < dist.get_world_size():
@@ -59,7 +59,7 @@ def tell_of_missing_ranks(call: str) -> None:
 
 
 def _wait_and_tell(call: str) -> None:
-    store, place = _store(), _this_time(f"lshdp/{call}")
+    store, place = store_of_launch(), _this_time(f"lshdp/{call}")
     keys = [f"{place} of rank {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     ends, pause = time.monotonic() + _APART_SECONDS, 0.001
@@ -77,7 +77,7 @@ def _wait_and_tell(call: str) -> None:
         pause = min(2 * pause, 0.05)  # most of the time all come at once; else at most 20 requests a second
 
 
-def _store() -> dist.Store:
+def store_of_launch() -> dist.Store:
     """The store of the launch."""
     # It is not part of torch's public interface; a store of our own would need an address of its own.
     return dist.distributed_c10d._get_default_store()

@@ -3,7 +3,8 @@
 
 In round k a rank sends the rows that it has, its own and those of the ranks after it, to the rank 2^k places before
 it, and gets as many from the one 2^k places after it (Bruck, Ho, Kipnis, Upfal and Weathersby, 1997). Sending each row
-to every rank takes one round, but as many messages as there are ranks, each of which wakes somebody.
+to every rank takes one round, but as many messages as there are ranks, each of which wakes somebody. Of rows of bits
+whose union is wanted, a rank sends one in each round: that of those that it has.
 """
 
 from __future__ import annotations
@@ -27,31 +28,35 @@ _FIRST_TAG = 1
 _HERE, _LOST = 0, 1
 #: Seconds for which a process that ends passes on what others wait for.
 _SERVICE_SECONDS = 60.0
+#: Of a row and what comes of all of them.
+_Rounds = Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor], "str | None"]
 #: Threads that gather, and what they get their work from.
 _serving: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue] = weakref.WeakKeyDictionary()
 
 
 class Gathering:
-    """The rows of all ranks, while they are on their way.
+    """The rows of all ranks, or the union of their bits, while they are on their way.
 
     Args:
         row: of this rank.
-        rows: of all, which are filled in.
+        result: of all, which is filled in.
+        rounds: sends and receives; returns why rows of some ranks have not come.
     """
 
-    def __init__(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(self, row: torch.Tensor, result: torch.Tensor, rounds: _Rounds) -> None:
         self.row = row
-        self.rows = rows
+        self.result = result
+        self.rounds = rounds
         self._has_ended = threading.Event()
         self._error: str | None = None
 
     def end(self, error: str | None) -> None:
-        """All rows are there, or they will not come."""
+        """All have come, or they will not."""
         self._error = error
         self._has_ended.set()
 
     def wait(self) -> None:
-        """Waits for the rows.
+        """Waits for all of them.
 
         Raises:
             CommunicationError: another rank has ended, or did not answer in the group's time.
@@ -64,7 +69,7 @@ class Gathering:
 
 
 class Dissemination:
-    """Gathers rows one after the other, in a thread of its own: a rank passes on what others wait for at once.
+    """Gathers or unites rows one after the other, in a thread of its own: what others wait for is passed on at once.
 
     Args:
         group: over gloo, for this alone.
@@ -88,9 +93,22 @@ class Dissemination:
         Returns:
             What to wait with, and the rows once that has been done, shape (ranks, row).
         """
-        gathering = Gathering(row.clone(), row.new_empty(self._size, len(row)))
+        return self._begin(Gathering(row.clone(), row.new_empty(self._size, len(row)), _gather))
+
+    def unite(self, bits: torch.Tensor) -> tuple[Gathering, torch.Tensor]:
+        """Begins to find the bits that any rank has set; does not wait (collective).
+
+        Args:
+            bits: of this rank, uint8, with one dimension, as many on all ranks, in host memory.
+
+        Returns:
+            What to wait with, and the bits once that has been done.
+        """
+        return self._begin(Gathering(bits.clone(), torch.empty_like(bits), _unite))
+
+    def _begin(self, gathering: Gathering) -> tuple[Gathering, torch.Tensor]:
         self._due.put(gathering)
-        return gathering, gathering.rows
+        return gathering, gathering.result
 
 
 def end_dissemination() -> None:
@@ -109,7 +127,7 @@ def _serve(group: dist.ProcessGroup, due: queue.SimpleQueue[Gathering | None]) -
     while (gathering := due.get()) is not None:
         if error is None:
             try:
-                error = _gather(group, gathering.row, gathering.rows)
+                error = gathering.rounds(group, gathering.row, gathering.result)
             except BaseException as unexpected:  # who waits must not wait for ever
                 error = f"{type(unexpected).__name__}: {unexpected}"
         # After a rank was lost, those that miss its rows know it, too: nobody waits for what would come next.
@@ -127,13 +145,8 @@ def _gather(group: dist.ProcessGroup, row: torch.Tensor, rows: torch.Tensor) -> 
     count, tag = 1, _FIRST_TAG
     while count < size:
         more = min(count, size - count)
-        before, after = (rank - count) % size, (rank + count) % size
         got = held[count : count + more]
-        # Each by itself: one that cannot be sent to is no reason not to take what the other one sends, and waits with.
-        sending, not_sent = _attempt(lambda: group.send([held[:more]], before, tag))  # noqa: B023 - called at once
-        receiving, not_got = _attempt(lambda: group.recv([got], after, tag))  # noqa: B023
-        not_got = not_got or _attempt(receiving.wait)[1]
-        not_sent = not_sent or _attempt(sending.wait)[1]
+        not_got, not_sent = _round(group, held[:more], got, count, tag)
         if not_got is not None:  # the next rounds tell those that would wait for the same rows
             got[:, 0] = _LOST
         error = error or not_got or not_sent
@@ -143,6 +156,40 @@ def _gather(group: dist.ProcessGroup, row: torch.Tensor, rows: torch.Tensor) -> 
         error = f"Connection closed between ranks: found nothing of ranks {sorted(lost_ranks)}"
     rows.view(torch.uint8).copy_(held[:, 1:].roll(rank, 0))
     return error
+
+
+def _unite(group: dist.ProcessGroup, bits: torch.Tensor, united: torch.Tensor) -> str | None:
+    """Fills in the bits that any rank has set; returns why those of some have not come."""
+    # What a rank has after round k is of the 2^k ranks from it on, or of all. It does no harm that some count twice.
+    held = torch.cat([bits.new_full((1,), _HERE), bits])
+    got = torch.empty_like(held)
+    error: str | None = None
+    count, tag = 1, _FIRST_TAG
+    while count < group.size():
+        not_got, not_sent = _round(group, held, got, count, tag)
+        if not_got is None:
+            held |= got
+        else:
+            held[0] = _LOST
+        error = error or not_got or not_sent
+        count, tag = 2 * count, tag + 1
+    if error is None and int(held[0]) == _LOST:
+        error = "Connection closed between ranks: found nothing of some ranks"
+    united.copy_(held[1:])
+    return error
+
+
+def _round(
+    group: dist.ProcessGroup, sent: torch.Tensor, got: torch.Tensor, places: int, tag: int
+) -> tuple[str | None, str | None]:
+    """Sends to the rank so many places before, and receives from the one after; why either has failed, None: not."""
+    rank, size = group.rank(), group.size()
+    # Each by itself: one that cannot be sent to is no reason not to take what the other one sends, and waits with.
+    sending, not_sent = _attempt(lambda: group.send([sent], (rank - places) % size, tag))
+    receiving, not_got = _attempt(lambda: group.recv([got], (rank + places) % size, tag))
+    not_got = not_got or _attempt(receiving.wait)[1]
+    not_sent = not_sent or _attempt(sending.wait)[1]
+    return not_got, not_sent
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -1,9 +1,9 @@
 # Copyright 2026 The accelerate_lshdp authors. Licensed under the Apache License, Version 2.0.
-"""`ToldUsage`: for which parameters each rank had gradients, as far as ranks have told each other.
+"""`ToldUsage`: for which parameters any rank had gradients, as far as ranks have told each other.
 
-In a step, a rank tells of each model a byte: a `Used`, and how often ranks have told each other more. Only where it
-has gradients for some of the parameters, and not for the same ones as it told last, do ranks send a bit for each
-parameter, too.
+In a step, a rank tells of each model a byte: a `Used`, whether that is as it told last parameter by parameter, and how
+often ranks have told each other so. That is enough where some rank has gradients for all parameters, or none has any,
+or all are as they told last. Otherwise ranks unite the sets of their parameters, a bit for each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ class Used(IntEnum):
     NONE = 0
     ALL = 1
     SOME = 2
-    AS_TOLD = 3
-    """Some of them: the same ones as ranks have told each other last."""
 
     @classmethod
     def of(cls, usage: torch.Tensor) -> Used:
@@ -30,20 +28,18 @@ class Used(IntEnum):
         return cls.NONE if not count else cls.ALL if count == len(usage) else cls.SOME
 
 
-#: Counts of a byte, in the bits beside those of a `Used`.
-_USED_BITS, _COUNTS = 2, 64
+#: The bits of a byte: a `Used`, and whether the set is as it was told last. The upper five count, modulo 32, how often
+#: ranks have united the sets of any model.
+_USED, _AS_TOLD = 0b011, 0b100
+_COUNT_SHIFT, _COUNTS = 3, 32
 
 
 class ToldUsage:
-    """What ranks have told each other last of each model, bit by bit; the same on all ranks.
+    """What ranks have told each other last of each model, parameter by parameter."""
 
-    Args:
-        rank: of this process.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._bits: dict[int, np.ndarray] = {}  # by the index of a model: shape (ranks, parameters)
+    def __init__(self) -> None:
+        # By the index of a model: what this rank has told, and which parameters any rank has; shape (parameters,).
+        self._told: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._taken = 0
 
     def told(self, model: int, usage: torch.Tensor) -> int:
@@ -53,52 +49,58 @@ class ToldUsage:
             model: its index.
             usage: shape (parameters,), not 0 where this rank has a gradient.
         """
-        used = Used.of(usage)
-        bits = self._bits.get(model)
-        # A model that is prepared later may stand at the same index.
-        if used is Used.SOME and bits is not None and bits.shape[1] == len(usage):
-            used = Used.AS_TOLD if np.array_equal(bits[self._rank], usage.numpy() > 0) else Used.SOME
-        return used | self._taken % _COUNTS << _USED_BITS
+        own, _ = self._last(model, len(usage))
+        as_told = _AS_TOLD if np.array_equal(own, usage.numpy() > 0) else 0
+        return Used.of(usage) | as_told | self._taken % _COUNTS << _COUNT_SHIFT
 
-    def used(self, told: np.ndarray) -> np.ndarray:
-        """What each rank tells of each model, shape (ranks, models), of their bytes.
+    def hear(self, told: np.ndarray) -> np.ndarray:
+        """What each rank tells of each model, shape (ranks, models), of their bytes, for `known`.
 
         Raises:
             RuntimeError: on all ranks, if one of them has not taken in what the others have, as after an error that a
                 script has caught.
         """
-        counts = told >> _USED_BITS
+        counts = told >> _COUNT_SHIFT
         if (counts != counts[:1]).any():
             apart = sorted({int(rank) for rank, _ in np.argwhere(counts != counts[:1])})
             raise RuntimeError(
                 f"found that the ranks {apart} know other parameters to be used than rank 0, expected the same on all"
                 " of them: one was interrupted while ranks told each other. Go on from the last checkpoint"
             )
-        return told & (1 << _USED_BITS) - 1
+        return told & (_USED | _AS_TOLD)
 
-    def take(self, model: int, bits: np.ndarray) -> torch.Tensor:
-        """Takes in what all ranks have told of a model, bit by bit.
+    def known(self, model: int, told: np.ndarray, parameters: int) -> np.ndarray | None:
+        """Which parameters any rank has a gradient for, as far as bytes tell.
 
         Args:
             model: its index.
-            bits: shape (ranks, parameters).
+            told: what each rank tells, shape (ranks,).
+            parameters: of the model.
 
         Returns:
-            How many ranks have a gradient for each parameter, in float64.
+            Booleans, shape (parameters,), the same on all ranks; None: ranks have to unite what they use.
         """
-        self._bits[model] = bits > 0
-        self._taken += 1
-        return torch.from_numpy(bits.sum(axis=0).astype(np.float64))
+        used = told & _USED
+        if (used == Used.ALL).any():
+            return np.ones(parameters, bool)
+        if (used == Used.NONE).all():
+            return np.zeros(parameters, bool)
+        return self._last(model, parameters)[1] if (told & _AS_TOLD).all() else None
 
-    def count(self, model: int, used: np.ndarray, parameters: int) -> torch.Tensor:
-        """How many ranks have a gradient for each parameter, in float64, where none tells `Used.SOME`.
+    def take(self, model: int, usage: torch.Tensor, united: np.ndarray) -> None:
+        """Takes in what ranks have told each other of a model.
 
         Args:
             model: its index.
-            used: what each rank tells, shape (ranks,).
-            parameters: of the model.
+            usage: of this rank, as in `told`.
+            united: booleans, shape (parameters,): whether any rank has a gradient.
         """
-        count = np.full(parameters, float((used == Used.ALL).sum()))
-        if (used == Used.AS_TOLD).any():
-            count += self._bits[model][used == Used.AS_TOLD].sum(axis=0)
-        return torch.from_numpy(count)
+        self._told[model] = usage.numpy() > 0, united
+        self._taken += 1
+
+    def _last(self, model: int, parameters: int) -> tuple[np.ndarray, np.ndarray]:
+        """What this rank, and any rank, has told last of a model; nothing of one that ranks have told nothing of."""
+        own, united = self._told.get(model, (np.empty(0), np.empty(0)))
+        if len(own) == parameters:
+            return own, united
+        return np.zeros(parameters, bool), np.zeros(parameters, bool)  # another model stood at the index before

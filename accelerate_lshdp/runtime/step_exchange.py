@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from accelerate_lshdp.runtime.dissemination import Gathering
 from accelerate_lshdp.runtime.option_advice import option_advice
-from accelerate_lshdp.runtime.parameter_usage import ToldUsage, Used
+from accelerate_lshdp.runtime.parameter_usage import ToldUsage
 from accelerate_lshdp.runtime.row_group import RowGroup
+from accelerate_lshdp.runtime.shared_rows import PendingRows, SharedRows
 from accelerate_lshdp.runtime.wait_clock import WaitClock
 
 
@@ -61,7 +62,25 @@ class RankReport(NamedTuple):
     """Whether its launcher wants it to leave after this step, as nodes come or go."""
 
 
-_REPORT_BYTES = len(RankReport._fields) * np.dtype(np.float64).itemsize
+#: How a report travels: a rank gets one from each of the others in every step. Seconds have seven digits.
+_REPORT = np.dtype(
+    [
+        ("compute_seconds", np.float32),
+        ("wait_seconds", np.float32),
+        ("optimizer_seconds", np.float32),
+        ("data_seconds", np.float32),
+        ("read_ahead", np.int32),
+        ("largest_micro_batch", np.int64),
+        ("sizes_checksum", np.uint32),
+        ("global_batch", np.int64),
+        ("optimizer_steps", np.int64),
+        ("samples_hash", np.int64),
+        ("problem", np.uint8),
+        ("stop_signal", np.uint8),
+        ("pauses", np.uint8),
+    ]
+)
+REPORT_BYTES = _REPORT.itemsize
 
 
 class Announcement:
@@ -99,10 +118,10 @@ class PendingReports:
 
     Args:
         work: the exchange; None: there is one rank.
-        rows: uint8, one row a rank: its report in float64, then a `Used` for each model.
+        rows: uint8, one row a rank: its report, then a byte for each model (`ToldUsage`).
         usages: of this rank, one tensor for each model.
-        told: which parameters ranks have used, as they have told each other.
-        group: for a second exchange, where that is no longer true for some model.
+        told: which parameters ranks have used, as they have told each other last.
+        group: for a second exchange, of models of which ranks have used other parameters than they told last.
         clock: counts the time that it blocks.
     """
 
@@ -126,58 +145,36 @@ class PendingReports:
         """Waits for the reports of all ranks, which have the same bits on all of them (collective).
 
         Returns:
-            The reports, one a rank; and for each model how many ranks used each parameter.
+            The reports, one a rank; and for each model whether any rank used each parameter.
         """
         if self._work is not None:
             with self._clock.waiting():
                 self._work.wait()
         rows = self._rows.numpy()
-        reports = np.frombuffer(rows[:, :_REPORT_BYTES].tobytes(), np.float64).reshape(len(rows), -1).tolist()
-        used = self._told.used(rows[:, _REPORT_BYTES:])
+        reports = np.frombuffer(rows[:, :REPORT_BYTES].tobytes(), _REPORT).tolist()
+        told = self._told.hear(rows[:, REPORT_BYTES:])
+        used = [self._told.known(index, told[:, index], len(usage)) for index, usage in enumerate(self._usages)]
         # All ranks see the same, so they all know for which models they have to tell more.
-        partly = [index for index, each in enumerate(used.T) if (each == Used.SOME).any()]
-        bits = dict(zip(partly, self._exchange_bits([self._usages[index] for index in partly]), strict=True))
-        counts = [
-            self._told.take(index, bits[index])
-            if index in bits
-            else self._told.count(index, used[:, index], len(usage))
-            for index, usage in enumerate(self._usages)
-        ]
-        return [RankReport(*row[:4], *map(int, row[4:])) for row in reports], counts
+        open_ones = [index for index, each in enumerate(used) if each is None]
+        for index, each in zip(open_ones, self._unite([self._usages[index] for index in open_ones]), strict=True):
+            self._told.take(index, self._usages[index], each)
+            used[index] = each
+        return [RankReport(*report) for report in reports], [torch.from_numpy(each) for each in used]
 
-    def _exchange_bits(self, usages: Sequence[torch.Tensor]) -> list[np.ndarray]:
-        """For which parameters of these models each rank has gradients; shapes (ranks, parameters)."""
+    def _unite(self, usages: Sequence[torch.Tensor]) -> list[np.ndarray]:
+        """Which parameters of these models any rank has gradients for."""
         if not usages:
             return []
         used = torch.cat(list(usages)).numpy() > 0
-        rows = used[None]
         if self._group is not None:
-            work, packed = self._group.gather(torch.from_numpy(np.packbits(used)))
             with self._clock.waiting():
-                work.wait()
-            rows = np.unpackbits(packed.numpy(), axis=1, count=len(used))
-        return np.split(rows, np.cumsum([len(usage) for usage in usages])[:-1], axis=1)
+                packed = self._group.unite(torch.from_numpy(np.packbits(used)))
+            used = np.unpackbits(packed.numpy(), count=len(used)) > 0
+        return np.split(used, np.cumsum([len(usage) for usage in usages])[:-1])
 
 
-class PendingRows:
-    """Rows of numbers, one a rank, while they are being exchanged; ranks that do not need them need not wait."""
-
-    def __init__(self, work: dist.Work | Gathering | None, rows: torch.Tensor, clock: WaitClock) -> None:
-        self._work = work
-        self._rows = rows
-        self._clock = clock
-
-    def wait(self) -> list[list[float]]:
-        """Waits for the rows of all ranks; shape (world, numbers of a row)."""
-        if self._work is not None:
-            with self._clock.waiting():
-                self._work.wait()
-            self._work = None
-        return self._rows.tolist()
-
-
-#: The group in which ranks exchange rows about losses, one a world.
-_loss_groups: WeakKeyDictionary[dist.ProcessGroup, RowGroup] = WeakKeyDictionary()
+#: The rows about losses, one for each world.
+_loss_rows: WeakKeyDictionary[dist.ProcessGroup, SharedRows] = WeakKeyDictionary()
 
 
 class StepExchange:
@@ -195,12 +192,12 @@ class StepExchange:
         self.world_size = world_size
         self.clock = clock
         self.counts = counts
-        self._told = ToldUsage(rank)
+        self._told = ToldUsage()
         self._group: RowGroup | None = None
         self._announcement_group: RowGroup | None = None
         self._beside_gradients_group: RowGroup | None = None
         self._before_backward_group: RowGroup | None = None
-        self._loss_group: RowGroup | None = None
+        self._loss_rows: SharedRows | None = None
         if world_size > 1:
             self._group = RowGroup(shares_world=True)
             if counts is not None:
@@ -220,7 +217,7 @@ class StepExchange:
         if self._announcement_group is None:
             return None
         number = 1 + ANNOUNCED_CALLS.index(call) if within_window else 0
-        work, calls = self._announcement_group.gather(torch.tensor([number]))
+        work, calls = self._announcement_group.gather(torch.tensor([number], dtype=torch.uint8))
         return Announcement(work, calls.view(-1), self.counts, self.clock)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -266,22 +263,24 @@ class StepExchange:
             work.wait()
         return dict(zip(group.ranks, rows, strict=True))
 
-    def make_loss_group(self) -> None:
-        """Makes the group for `share_row`, once a process (collective)."""
-        if self._group is not None and self._loss_group is None:
+    def make_loss_rows(self) -> None:
+        """Makes the group for `share_loss`, once a process (collective)."""
+        if self._group is not None and self._loss_rows is None:
             # One for all accelerators of the process: torch keeps a group that is dropped, and a profile makes many.
-            if dist.group.WORLD not in _loss_groups:
-                _loss_groups[dist.group.WORLD] = RowGroup()
-            self._loss_group = _loss_groups[dist.group.WORLD]
+            if dist.group.WORLD not in _loss_rows:
+                _loss_rows[dist.group.WORLD] = SharedRows()
+            self._loss_rows = _loss_rows[dist.group.WORLD]
 
-    def share_row(self, row: Sequence[float]) -> PendingRows:
-        """Begins to send a row of numbers to every rank, as many on all of them; does not wait.
+    def share_loss(self, row: torch.Tensor, values: bytes | None = None) -> PendingRows:
+        """Begins to tell every rank of a loss; does not wait.
 
-        It goes over a group of its own: where other ranks send no row, it must not be matched with their gradients.
+        Args:
+            row: uint8, as many bytes on all ranks.
+            values: to be fetched by ranks that want them; the row has to say that there are some. None: there are not.
         """
-        own = torch.tensor(row, dtype=torch.float64)
-        work, rows = (None, own[None]) if self._loss_group is None else self._loss_group.gather(own)
-        return PendingRows(work, rows, self.clock)
+        if self._loss_rows is None:
+            return PendingRows(None, row[None], (self.rank, values), "", self.clock)
+        return self._loss_rows.share(row, values, self.clock)
 
     def after_backward(self, report: RankReport, usages: Sequence[torch.Tensor]) -> PendingReports:
         """Begins to exchange what each rank reports, and which parameters any rank used; does not wait.
@@ -291,9 +290,9 @@ class StepExchange:
             usages: one tensor for each prepared model, in the order of ``prepare``, whether the loss used it or not
                 (all ranks send as many numbers); 1 where this rank has a gradient for a parameter.
         """
-        # One message for everything; float64 holds the integers (up to 2**53) exactly. Its length is fixed: a rank
-        # that has left the step of the others must still send as many bytes. Most models use all parameters or none.
+        # One message for everything. Its length is fixed: a rank that has left the step of the others must still send
+        # as many bytes. Most models use all parameters or none.
         used = np.array([self._told.told(index, usage) for index, usage in enumerate(usages)], np.uint8)
-        own = torch.from_numpy(np.concatenate([np.array(report, np.float64).view(np.uint8), used]))
+        own = torch.from_numpy(np.concatenate([np.array([tuple(report)], _REPORT).view(np.uint8), used]))
         work, rows = (None, own[None]) if self._group is None else self._group.gather(own)
         return PendingReports(work, rows, usages, self._told, self._group, self.clock)

@@ -135,7 +135,8 @@ def adversaries(automatic: bool, first: str) -> tuple:
         # Both optimizers' turns at a batch count, whichever was prepared first.
         measured = accelerator.batch_size_decisions[0].measured_seconds
         expected = [2 * (0.01 + TOTAL / len(SPEEDS) / speed + 0.001) for speed in SPEEDS]
-        torch.testing.assert_close(list(measured), expected, rtol=1e-9, atol=0)
+        # Ranks tell each other seconds in fp32.
+        torch.testing.assert_close(list(measured), expected, rtol=1e-7, atol=0)
     return result(accelerator, generator, critic)
 
 

@@ -28,7 +28,7 @@ def trained(sizes: list, strategy: str, weighting: str, direct_ranks: int) -> tu
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(row_group, "DIRECT_RANKS", direct_ranks)
         # One that this process has made before would be taken again.
-        monkeypatch.setattr(step_exchange, "_loss_groups", WeakKeyDictionary())
+        monkeypatch.setattr(step_exchange, "_loss_rows", WeakKeyDictionary())
         monkeypatch.setattr(Dissemination, "gather", counted)
         accelerator, model, optimizer, loader = prepared(
             plan, case.model().double(), case.dataset(26, torch.float64), plugin=LSDPPlugin(loss_weighting=weighting)

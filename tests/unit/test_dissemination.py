@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate_lshdp.runtime.dissemination import Dissemination
+from accelerate_lshdp.runtime.dissemination import Dissemination, Gathering
 from accelerate_lshdp.runtime.failures import CommunicationError
 
 
@@ -100,8 +100,26 @@ def test_all_ranks_get_all_rows(size: int) -> None:
         assert len(sent) == 3 * math.ceil(math.log2(size)) and sum(sent) == 3 * 25 * (size - 1)
 
 
+@pytest.mark.parametrize("size", [2, 3, 8, 9, 13])
+def test_all_ranks_get_the_bits_that_any_has_set(size: int) -> None:
+    def run(rank: int, group: Counting) -> tuple[list[int], list[int]]:
+        bits = torch.tensor([1 << rank % 8, 0, 1 << rank // 8], dtype=torch.uint8)
+        gathering, united = Dissemination(group).unite(bits)
+        bits.zero_()
+        gathering.wait()
+        return united.tolist(), group.sent
+
+    first, last = [
+        sum({1 << each for each in places}) for places in zip(*((r % 8, r // 8) for r in range(size)), strict=True)
+    ]
+    for united, sent in on_ranks(size, run):
+        assert united == [first, 0, last]
+        assert sent == [4] * math.ceil(math.log2(size))
+
+
+@pytest.mark.parametrize("call", [Dissemination.gather, Dissemination.unite])
 @pytest.mark.parametrize("lost", [0, 5])
-def test_all_are_told_that_a_rank_is_gone(lost: int) -> None:
+def test_all_are_told_that_a_rank_is_gone(lost: int, call: Callable[..., tuple[Gathering, torch.Tensor]]) -> None:
     """Also those that would hear of it from another rank, which stays: long before the group's time is over."""
     connected, ended = threading.Barrier(9), threading.Barrier(9)
 
@@ -115,7 +133,7 @@ def test_all_are_told_that_a_rank_is_gone(lost: int) -> None:
         dissemination, began = Dissemination(group), time.monotonic()
         for _ in range(2):  # and what comes after it
             with pytest.raises(CommunicationError):
-                dissemination.gather(torch.zeros(3))[0].wait()
+                call(dissemination, torch.zeros(3, dtype=torch.uint8))[0].wait()
         seconds = time.monotonic() - began
         ended.wait(60)
         return seconds

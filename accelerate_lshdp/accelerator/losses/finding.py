@@ -36,7 +36,9 @@ from accelerate_lshdp.runtime.option_advice import option_advice
 
 if TYPE_CHECKING:
     from accelerate_lshdp.data.place import MicroBatchPlace
-    from accelerate_lshdp.runtime.step_exchange import PendingRows, StepExchange
+    from accelerate_lshdp.runtime.shared_rows import PendingRows
+from accelerate_lshdp.runtime.step_exchange import StepExchange
+
 
 logger = get_logger(__name__)
 
@@ -94,7 +96,7 @@ class LossFinder:
         """What makes the step wrong on this rank; the caller takes it, for ranks to tell each other."""
         self.by_labels = False
         """Whether the last loss counted by its labels."""
-        exchange.make_loss_group()
+        exchange.make_loss_rows()
 
     @property
     def idle(self) -> bool:

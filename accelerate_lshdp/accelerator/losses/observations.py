@@ -74,18 +74,6 @@ class SeenLoss(NamedTuple):
     ignored: float
     values: CrossEntropies
 
-    @classmethod
-    def width(cls) -> int:
-        return len(cls._fields) - 1 + len(CrossEntropies._fields)
-
-    def as_row(self) -> list[float]:
-        return [float(value) for value in (*self[:-1], *self.values)]
-
-    @classmethod
-    def from_row(cls, row: list[float]) -> SeenLoss:
-        fields = len(cls._fields) - 1
-        return cls(*row[:fields], CrossEntropies(*row[fields:]))
-
     @property
     def tells(self) -> bool:
         """Whether its loss is a number that can be compared; that of a batch without labels is none."""

@@ -13,11 +13,13 @@ from accelerate_lshdp.accelerator.losses.forwards import Forward, ForwardWatch, 
 from accelerate_lshdp.accelerator.losses.notices import refuse_different_kinds, refuse_unequal_looks
 from accelerate_lshdp.accelerator.losses.observations import SeenLoss, number_of
 from accelerate_lshdp.accelerator.losses.parts import Composition
+from accelerate_lshdp.accelerator.losses.telling import ranks_with_values, seen_losses, told
 from accelerate_lshdp.accelerator.losses.values import CrossEntropies, cross_entropies, cross_entropies_of_rows
 from accelerate_lshdp.data.labels import LabelCounts
 from accelerate_lshdp.data.place import MicroBatchPlace
 from accelerate_lshdp.data.tokens import LabelCounter
-from accelerate_lshdp.runtime.step_exchange import PendingRows, StepExchange
+from accelerate_lshdp.runtime.shared_rows import PendingRows
+from accelerate_lshdp.runtime.step_exchange import StepExchange
 
 
 logger = get_logger(__name__)
@@ -148,7 +150,7 @@ class LossReports:
 
     def tell(self, seen: SeenLoss) -> PendingRows:
         """Begins to tell all ranks (collective); `hear` gives what they told."""
-        return self._exchange.share_row(seen.as_row())
+        return self._exchange.share_loss(*told(seen))
 
     def hear(self, telling: PendingRows) -> list[SeenLoss]:
         """What all ranks have told of a loss, after what they told before.
@@ -157,7 +159,8 @@ class LossReports:
             RuntimeError: on all ranks, if one asks others that have another loss, or know something else.
         """
         self.require_same_looks()  # in the order in which others told
-        everyone = _read(telling)
+        rows = telling.wait()
+        everyone = seen_losses(rows, telling.values_of(ranks_with_values(rows)))
         _require_same_looks(everyone)
         return everyone
 
@@ -165,7 +168,7 @@ class LossReports:
         """Keeps what others tell until the step ends; the oldest is heard now where no step ever does (no_sync)."""
         self._unheard.append(telling)
         if len(self._unheard) > _MOST_UNHEARD:
-            _require_same_looks(_read(self._unheard.pop(0)))
+            _require_same_looks(seen_losses(self._unheard.pop(0).wait(), {}))
 
     def require_same_looks(self) -> None:
         """Waits until all ranks have said what they know of the losses of this step.
@@ -174,11 +177,7 @@ class LossReports:
             RuntimeError: on all ranks, if one of them has a loss that others have not.
         """
         while self._unheard:
-            _require_same_looks(_read(self._unheard.pop(0)))
-
-
-def _read(telling: PendingRows) -> list[SeenLoss]:
-    return [SeenLoss.from_row(row) for row in telling.wait()]
+            _require_same_looks(seen_losses(self._unheard.pop(0).wait(), {}))
 
 
 def _require_same_looks(everyone: list[SeenLoss]) -> None:
