@@ -79,6 +79,8 @@ class Faults:
             found = self._at_save(node)
         elif kind == "join":
             node = found = self._at_join(node)
+        elif kind == "rank":
+            found = node if node in run.newest()[1] else None  # a launcher that is about to join has none
         else:
             found = node
         if found is None:

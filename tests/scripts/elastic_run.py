@@ -51,6 +51,10 @@ import json, os, sys, time
 import torch
 from accelerate import Accelerator
 
+def tell(line):
+    # In one piece: ranks of a node write to the same file, and may be told not to buffer (PYTHONUNBUFFERED).
+    print(line + "\\n", end="", flush=True)
+
 class Counted(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -89,12 +93,12 @@ while done < steps:
         time.sleep(float(sys.argv[1]) * (6 if int(os.environ.get("WORLD_SIZE", "4")) < 4 else 1))
         place = getattr(accelerator, "batch_place", None)
         if accelerator.is_main_process and place is not None:
-            print(json.dumps({"step": done, "first": place.first_sample, "total": place.total_samples}), flush=True)
+            tell(json.dumps({"step": done, "first": place.first_sample, "total": place.total_samples}))
         if done == steps:
             break
 if accelerator.is_main_process:
     torch.save({"rate": schedule.get_last_lr(), **accelerator.get_state_dict(model)}, "trained.pt")
-print(f"trained {done} steps", flush=True)
+tell(f"trained {done} steps")
 """
 
 
