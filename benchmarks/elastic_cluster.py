@@ -198,7 +198,7 @@ class ElasticCluster:
         return self._newest[0], self.nodes_of(self._newest[1].split(", "))
 
     def may_go_on_without(self, lost: Collection[int]) -> bool:
-        """Whether the members of the newest generation that are left may go on without these, or half of them may."""
+        """Whether enough members of the newest generation are left to go on while these nodes are lost."""
         _, members = self.newest()
         left = members - set(lost)
         # Half of them may if the first-listed one is among them.

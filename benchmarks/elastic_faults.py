@@ -103,7 +103,7 @@ class Faults:
             return changed() or any("nothing is heard" in run.output(each, marks[each]) for each in others)
 
         # A launcher that is only about to join is missed by nobody: the others train on, and tell of no change.
-        # So are those that are cut off from all members.
+        # Nor does anybody miss launchers that are cut off together with all members, or with none.
         missed = bool(lost & members) and (kind != "partition" or bool(members - lost))
         self.missed += missed
         noticed = time.time() - began if missed and run.wait(heard, 30) else None
