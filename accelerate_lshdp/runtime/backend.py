@@ -12,6 +12,7 @@ import torch
 from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
 from accelerate_lshdp.runtime.launched_devices import choose_backend, group_exists
+from accelerate_lshdp.runtime.shutdown import install_clean_exit
 
 
 def has_accelerator(*, several_ranks: bool) -> bool:
@@ -72,6 +73,8 @@ def prepare_at_first_state() -> None:
             kwargs["backend"] = choose_backend(cpu, kwargs.get("backend"), kwargs.get("timeout"))
         initialise(self, cpu, **kwargs)
         group_exists()
+        # A script may make a state and no accelerator: its process must not end by SIGABRT either.
+        install_clean_exit()
 
     settled._prepares_environment = True
     PartialState.__init__ = settled
@@ -111,3 +114,4 @@ def join_launched_ranks() -> None:
     if _is_single_process_state() and not AcceleratorState._shared_state:
         PartialState._reset_state()
         PartialState(cpu=True)
+        install_clean_exit()
