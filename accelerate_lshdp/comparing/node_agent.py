@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -91,6 +91,7 @@ class NodeAgent:
         # One that the user has named is the right one, as for every other run on these nodes.
         self._interface = os.environ.get("GLOO_SOCKET_IFNAME") or place.interface()
         self._ranks: dict[str, RankProcesses] = {}
+        self._called: RankProcesses | None = None
         self._stack = ExitStack()
         self._meter: MemoryMeter | None = None
 
@@ -123,8 +124,14 @@ class NodeAgent:
     def call(self, *, kind: str, method: str, timeout: float, arguments: Mapping[str, Any]) -> list[Any]:
         """What a rank's method returned in the processes of a kind, in the order of this node's ranks."""
         ranks = self._ranks[kind]
-        with ranks.awake() if len(self._ranks) > 1 else nullcontext():
-            return ranks.call(method, timeout=timeout, elsewhere=self.elsewhere, **arguments)
+        if ranks is not self._called:
+            # Not as soon as they have answered: ranks of other nodes may still need them then, all of them rank 0's
+            # store. Node 0 calls another kind when all nodes have.
+            if self._called is not None:
+                self._called.stop()
+            ranks.wake()
+            self._called = ranks
+        return ranks.call(method, timeout=timeout, elsewhere=self.elsewhere, **arguments)
 
     def machine(self) -> dict[str, Any]:
         """This node's processor, cores, memory and kernel."""
@@ -152,7 +159,7 @@ class NodeAgent:
     def stop(self) -> None:
         """Ends the processes."""
         self._stack.close()
-        self._stack, self._ranks = ExitStack(), {}
+        self._stack, self._ranks, self._called = ExitStack(), {}, None
 
     def _memory_bytes(self) -> list[int]:
         return [sum(proportional_set_size(pid) for ranks in self._ranks.values() for pid in ranks.pids)]

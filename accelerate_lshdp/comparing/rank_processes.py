@@ -159,23 +159,30 @@ class RankProcesses:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """In the block the processes run; after it they are stopped, and take no time of a processor.
-
-        Otherwise gloo's threads would, a hundred times a second each, while others are measured on the same cores.
-        Linux only: elsewhere they go on, for nobody would end them if the driver were killed.
-        """
-        if sys.platform != "linux":
-            yield
-            return
-        self._signal(signal.SIGCONT)
+        """In the block the processes run; after it they are stopped (`stop`)."""
+        self.wake()
         try:
             yield
         finally:
-            self._signal(signal.SIGSTOP)
+            self.stop()
 
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            process.send_signal(number)
+    def wake(self) -> None:
+        """Lets the processes go on that `stop` has stopped."""
+        self._signal("SIGCONT")
+
+    def stop(self) -> None:
+        """Stops the processes, which take no time of a processor until `wake`.
+
+        Otherwise gloo's threads would, a hundred times a second each, while others are measured on the same cores.
+        No other rank may need them: rank 0 serves the store of all. Linux only: elsewhere they go on, for nobody would
+        end them if the driver were killed.
+        """
+        self._signal("SIGSTOP")
+
+    def _signal(self, name: str) -> None:
+        if sys.platform == "linux":
+            for process in self._processes:
+                process.send_signal(signal.Signals[name])
 
     def close(self) -> None:
         """Ends the processes; they are not asked."""

