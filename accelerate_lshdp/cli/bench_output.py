@@ -10,7 +10,8 @@ from typing import Any
 
 
 RESULTS_FILE = "results.json"
-_BROKEN_LIMIT = 1
+#: Of the command, if a limit is broken or nothing was measured.
+_FAILED = 1
 
 
 def prepare_report(folder: Path) -> None:
@@ -34,7 +35,8 @@ def write(results: dict[str, Any], folder: Path) -> int:
     written = [path, *write_report(results, folder)]
     print_results(results)
     print(f"wrote {', '.join(map(str, written))}")
-    return 0 if all(limit["holds"] for limit in results["limits"]) else _BROKEN_LIMIT
+    measured = any(case["error"] is None for case in results["cases"])
+    return 0 if measured and all(limit["holds"] for limit in results["limits"]) else _FAILED
 
 
 def say(what: str) -> None:

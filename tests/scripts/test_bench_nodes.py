@@ -132,7 +132,7 @@ def test_a_node_that_is_lost_costs_its_cases_and_no_report(tmp_path: Path) -> No
         for process in nodes:
             process.kill()
             process.communicate()
-    assert nodes[0].returncode == 0, error
+    assert nodes[0].returncode == 1, error
     cases = json.loads((tmp_path / "node0" / "results.json").read_text())["cases"]
     assert all("node 1 has gone" in case["error"] or "rank 0" in case["error"] for case in cases)
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from benchmark_results import FEW, MANY, NETWORKS, SPEEDS, make_case, make_failed_case, make_results
 
+from accelerate_lshdp.cli.bench_output import write
 from accelerate_lshdp.comparing.cases import Case
 from accelerate_lshdp.comparing.measurement import Measurement
 from accelerate_lshdp.comparing.report import gallery, print_results, read_results, write_report, writing
@@ -326,6 +327,12 @@ def test_only_failed_cases_still_give_a_report(tmp_path: Path) -> None:
     assert all(isinstance(draw(group), Missing) for draw in gallery._KINDS.values())
     write_report({**make_results(), "cases": [make_failed_case("lshdp", "boom")]}, tmp_path)
     assert "lshdp fp32 failed: boom" in (tmp_path / "report.html").read_text()
+
+
+def test_the_command_fails_if_all_cases_have(tmp_path: Path) -> None:
+    good, failed = make_case("ddp"), make_failed_case("lshdp", "boom")
+    codes = [write({**make_results(), "cases": cases}, tmp_path) for cases in ([failed], [good, failed])]
+    assert codes == [1, 0]
 
 
 def test_clusters_and_models_have_pictures_of_their_own(tmp_path: Path) -> None:
