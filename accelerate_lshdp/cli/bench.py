@@ -32,7 +32,7 @@ examples:
   accelerate-lshdp bench benchmarks/smoke.yaml --output-dir outputs/smoke                emulated nodes
   accelerate-lshdp report outputs/compare                                                the report again
 
-The exit code is 1 if a limit of the file is broken.
+The exit code is 1 if a limit of the file is broken, or every case has failed.
 """
 
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures all cases, writes results and report, and prints the tables.
 
     Returns:
-        0; 1 if a limit is broken.
+        0; 1 if a limit is broken, or every case has failed.
 
     Raises:
         ConfigError: the file cannot be read or is malformed.

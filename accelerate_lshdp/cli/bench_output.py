@@ -10,7 +10,7 @@ from typing import Any
 
 
 RESULTS_FILE = "results.json"
-#: Of the command, if a limit is broken or nothing was measured.
+#: The exit code if a limit is broken or every case has failed.
 _FAILED = 1
 
 
@@ -36,6 +36,8 @@ def write(results: dict[str, Any], folder: Path) -> int:
     print_results(results)
     print(f"wrote {', '.join(map(str, written))}")
     measured = any(case["error"] is None for case in results["cases"])
+    if not measured:
+        say("every case has failed; the exit code is 1")
     return 0 if measured and all(limit["holds"] for limit in results["limits"]) else _FAILED
 
 

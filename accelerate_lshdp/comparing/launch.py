@@ -57,7 +57,7 @@ class Launch(ABC):
     def call(self, method: str, *, kind: str = ENGINE, timeout: float = CALL_SECONDS, **arguments: Any) -> list[Any]:
         """What a rank's method returned in the processes of a kind, in rank order. Raises RankError.
 
-        While those of another kind are called, which might be measured, these processes are stopped.
+        Processes that have been called are stopped while those of another kind run a call, which may be measured.
         """
 
     @abstractmethod

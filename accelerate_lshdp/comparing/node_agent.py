@@ -128,7 +128,7 @@ class NodeAgent:
             # Not as soon as they have answered: ranks of other nodes may still need them then, all of them rank 0's
             # store. Node 0 calls another kind when all nodes have.
             if self._called is not None:
-                self._called.stop()
+                self._called.pause()
             ranks.wake()
             self._called = ranks
         return ranks.call(method, timeout=timeout, elsewhere=self.elsewhere, **arguments)

@@ -159,23 +159,23 @@ class RankProcesses:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """In the block the processes run; after it they are stopped (`stop`)."""
+        """In the block the processes run; after it they are stopped (`pause`)."""
         self.wake()
         try:
             yield
         finally:
-            self.stop()
+            self.pause()
 
     def wake(self) -> None:
-        """Lets the processes go on that `stop` has stopped."""
+        """Lets the processes go on that `pause` has stopped."""
         self._signal("SIGCONT")
 
-    def stop(self) -> None:
+    def pause(self) -> None:
         """Stops the processes, which take no time of a processor until `wake`.
 
-        Otherwise gloo's threads would, a hundred times a second each, while others are measured on the same cores.
-        No other rank may need them: rank 0 serves the store of all. Linux only: elsewhere they go on, for nobody would
-        end them if the driver were killed.
+        Those of gloo's threads that run wake up a hundred times a second, while others are measured on the same
+        cores. Call it only when no rank of any node needs these any more: rank 0 serves the store of all. Linux only:
+        elsewhere they go on, for nobody would end them if the driver were killed.
         """
         self._signal("SIGSTOP")
 

@@ -11,6 +11,7 @@ import torch
 
 from accelerate_lshdp.runtime.cpu_binding import apply_cpu_share
 from accelerate_lshdp.runtime.cpu_memory import keep_freed_memory
+from accelerate_lshdp.runtime.groups import is_gloo
 from accelerate_lshdp.runtime.launched_devices import choose_backend, group_exists
 from accelerate_lshdp.runtime.shutdown import install_clean_exit
 
@@ -52,7 +53,8 @@ def prepare_environment() -> bool:
 def prepare_at_first_state() -> None:
     """Lets a launched rank prepare its environment, and join the others, when its first accelerate state is made.
 
-    CPU ranks join at all, and those on nodes with different devices find a backend in which they can meet.
+    CPU ranks join at all, and those on nodes with different devices find a backend in which they can meet. Where that
+    is gloo, the process ends its groups before the interpreter shuts down, whether or not it makes an accelerator.
 
     For modules whose import says that the script trains with them: importing changes nothing yet, but the
     ``TrainingArguments`` that a script makes before its Trainer already tell it which rank it is.
@@ -71,10 +73,11 @@ def prepare_at_first_state() -> None:
         if not PartialState._shared_state and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             cpu = prepare_environment() or cpu
             kwargs["backend"] = choose_backend(cpu, kwargs.get("backend"), kwargs.get("timeout"))
+            # Not for NCCL, whose groups wait for their peers when they are destroyed: a rank that fails would not end.
+            if cpu or is_gloo(kwargs["backend"] or ""):
+                install_clean_exit()
         initialise(self, cpu, **kwargs)
         group_exists()
-        # A script may make a state and no accelerator: its process must not end by SIGABRT either.
-        install_clean_exit()
 
     settled._prepares_environment = True
     PartialState.__init__ = settled
@@ -113,5 +116,5 @@ def join_launched_ranks() -> None:
     # accelerator has taken its values from it already, and would keep the old ones.
     if _is_single_process_state() and not AcceleratorState._shared_state:
         PartialState._reset_state()
-        PartialState(cpu=True)
         install_clean_exit()
+        PartialState(cpu=True)

@@ -69,6 +69,20 @@ chosen = dist.get_backend()
 """
 
 
+#: accelerate's state knows one process until the package is installed.
+LATE = """
+import atexit
+atexit.register(lambda: print(json.dumps([total.item(), dist.is_initialized()])))
+torch.accelerator.current_accelerator = lambda *_, **__: None
+from accelerate import PartialState
+from accelerate_lshdp.trainer.installation import install
+
+assert PartialState().num_processes == 1
+install()
+dist.all_reduce(total := torch.ones(()))
+"""
+
+
 def run_ranks(code: str, *arguments: str, served: bool, **environment: str) -> list[Any]:
     """What two ranks on two nodes print last; ``served``: the launcher serves their stores, and not rank 0."""
     from torch.distributed import TCPStore
@@ -124,6 +138,10 @@ def test_ranks_on_other_nodes_agree_on_a_backend(served: bool) -> None:
 def test_accelerate_makes_the_group_that_was_chosen_and_it_ends_before_the_interpreter(first: str) -> None:
     found = run_ranks(RUN, first, served=False)
     assert found == [["gloo", 2.0, False]] * 2
+
+
+def test_the_group_of_a_state_that_was_there_before_ends_before_the_interpreter_too() -> None:
+    assert run_ranks(LATE, served=False) == [[2.0, False]] * 2
 
 
 @pytest.mark.parametrize(
