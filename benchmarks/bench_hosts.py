@@ -84,11 +84,14 @@ def main() -> int:
     parser.add_argument("--file", type=Path, default=ROOT / "benchmarks" / "cluster_uneven.yaml")
     parser.add_argument("--network", default="1 Gb/s")
     parser.add_argument("--strategies", help="of the file, separated by commas; all by default")
+    parser.add_argument("--rounds", type=int, help="over all cases; as many as the file says by default")
     parser.add_argument("--output-dir", type=Path, required=True)
     arguments = parser.parse_args()
     document = yaml.safe_load(arguments.file.read_text())
     if arguments.strategies:
         document["strategies"] = arguments.strategies.split(",")
+    if arguments.rounds:
+        document["rounds"] = arguments.rounds
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     file = arguments.output_dir / "benchmark.yaml"
     file.write_text(yaml.safe_dump({**document, "networks": [arguments.network], "limits": []}))
