@@ -6,14 +6,16 @@
 
 Both train the models and strategies of a file of the laboratory (`cluster_uneven.yaml`) on its nodes, with one of its
 networks. The machines are emulated, too: what differs is that ranks were started over ssh, by the command that a user
-has, and that it knows nothing of an emulation. It prints each strategy's step as a part of plain DDP's. It needs root,
-and takes 20 minutes for all strategies.
+has, and that it knows nothing of an emulation. It prints each strategy's step as a part of plain DDP's, and the batch
+sizes where both have planned others; --output-dir keeps the results of both. It needs root, and takes 20 minutes for
+all strategies.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,7 +44,7 @@ def in_laboratory(file: Path, folder: Path) -> list[Case]:
     return list(load_results(output).cases)
 
 
-def over_ssh(file: Path) -> list[Case]:
+def over_ssh(file: Path, folder: Path) -> list[Case]:
     """The cases as the command of a user measures them, on machines with the same cores and links."""
     config = BenchmarkConfig.load(file)
     [nodes], [link] = config.clusters.values(), config.networks.values()
@@ -69,13 +71,13 @@ def over_ssh(file: Path) -> list[Case]:
             process = ssh.popen(0, command, cwd=place / "work0", env=dict(os.environ))
             if process.wait():
                 raise RuntimeError(f"found exit code {process.returncode} of bench --hosts, expected 0")
-            return list(load_results(place / "work0" / "results").cases)
+            shutil.copytree(place / "work0" / "results", folder / "over_ssh", dirs_exist_ok=True)
+    return list(load_results(folder / "over_ssh").cases)
 
 
-def ratios(cases: list[Case]) -> dict[str, float]:
-    """Each case's step as a part of plain DDP's."""
-    [reference] = [case.step_seconds for case in cases if case.strategy == REFERENCE]
-    return {case.label: case.step_seconds / reference for case in cases if case.error is None}
+def without_errors(cases: list[Case]) -> dict[str, Case]:
+    """The cases that were measured, by the label of their strategy."""
+    return {case.label: case for case in cases if case.error is None}
 
 
 def main() -> int:
@@ -95,15 +97,17 @@ def main() -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     file = arguments.output_dir / "benchmark.yaml"
     file.write_text(yaml.safe_dump({**document, "networks": [arguments.network], "limits": []}))
-    expected = ratios(in_laboratory(file, arguments.output_dir))
-    found = ratios(over_ssh(file))
+    laboratory = without_errors(in_laboratory(file, arguments.output_dir))
+    ssh = without_errors(over_ssh(file, arguments.output_dir))
     apart = []
-    for label, ratio in expected.items():
-        if label in found and label != REFERENCE:
-            apart.append(found[label] / ratio - 1)
-            print(
-                f"{label}: {found[label]:.3f} of {REFERENCE} over ssh, {ratio:.3f} in the laboratory: {apart[-1]:+.1%}"
-            )
+    for label in (label for label in laboratory if label in ssh and label != REFERENCE):
+        expected = laboratory[label].step_seconds / laboratory[REFERENCE].step_seconds
+        found = ssh[label].step_seconds / ssh[REFERENCE].step_seconds
+        apart.append(found / expected - 1)
+        print(f"{label}: {found:.3f} of {REFERENCE} over ssh, {expected:.3f} in the laboratory: {apart[-1]:+.1%}")
+        sizes = ssh[label].batch_sizes, laboratory[label].batch_sizes
+        if sizes[0] != sizes[1]:
+            print(f"  batch sizes: {sizes[0]} over ssh, {sizes[1]} in the laboratory")
     apart = [abs(each) for each in apart]
     print(f"apart: {statistics.median(apart):.1%} in the median, {max(apart):.1%} at most ({len(apart)} strategies)")
     return 0
