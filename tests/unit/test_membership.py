@@ -3,116 +3,17 @@
 
 from __future__ import annotations
 
-import heapq
 import os
-import random
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launcher_network import Network, begun
 
-from accelerate_lshdp.runtime.membership.generation import Generation, Member
-from accelerate_lshdp.runtime.membership.membership import Membership, Rules
+from accelerate_lshdp.runtime.membership.membership import Rules
 from accelerate_lshdp.runtime.membership.message import Message, Status
 
 
-STEP = 0.05
 EXAMPLES = int(os.environ.get("MEMBERSHIP_EXAMPLES", "25"))
-
-
-class Network:
-    """Launchers on machines of their own, and what happens to them."""
-
-    def __init__(self, count: int, seed: int, *, loss: float = 0.0, rules: Rules | None = None) -> None:
-        self.draw = random.Random(seed)
-        self.loss = loss
-        self.rules = rules or Rules()
-        self.now = 100.0
-        self.count = count
-        self.offset = [self.draw.uniform(0, STEP) for _ in range(count)]
-        self.started = [0] * count
-        self.frozen: set[int] = set()
-        self.off: set[int] = set()
-        self.cuts: set[frozenset[int]] = set()
-        self._queue: list[tuple[float, int, int, Message]] = []
-        self._sent = 0
-        #: Generations with one number that two launchers had at a time.
-        self.contradictions: list[tuple[Generation, Generation]] = []
-        self.launchers = [self.start(machine) for machine in range(count)]
-
-    def start(self, machine: int) -> Membership:
-        self.started[machine] += 1
-        me = Member(f"machine{machine}", f"start{self.started[machine]}", (f"10.0.0.{machine}", 29500))
-        peers = [(f"10.0.0.{other}", 29500) for other in range(self.count)]
-        founders = self.count if machine == 0 else 0
-        return Membership(me, "run", peers, founders, f"{self.now:09.2f}", self.rules, self.now)
-
-    def run(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.now += STEP
-            while self._queue and self._queue[0][0] <= self.now:
-                _, _, machine, message = heapq.heappop(self._queue)
-                if machine not in self.frozen | self.off:
-                    self.launchers[machine].hear(message, self.now)
-            for machine, launcher in enumerate(self.launchers):
-                if machine in self.frozen | self.off:
-                    continue
-                for (address, _), message in launcher.tick(self.now):
-                    self.send(machine, int(address.rpartition(".")[2]), message)
-                self.note(launcher)
-
-    def send(self, sender: int, receiver: int, message: Message) -> None:
-        if frozenset((sender, receiver)) in self.cuts or self.draw.random() < self.loss:
-            return
-        for _ in range(2 if self.draw.random() < self.loss else 1):  # datagrams may also come twice, and out of order
-            self._sent += 1
-            delay = self.draw.uniform(0.0, 0.05)
-            heapq.heappush(self._queue, (self.now + delay, self._sent, receiver, message))
-
-    def note(self, launcher: Membership) -> None:
-        generation = launcher.generation
-        for machine, other in enumerate(self.launchers):
-            their = other.generation
-            same = (generation.origin, generation.number) == (their.origin, their.number)
-            if machine not in self.off and same and generation.identities != their.identities:
-                self.contradictions.append((generation, their))
-        # A launcher that was left out ends its ranks, and comes back.
-        if generation.number and launcher.node is None and launcher.status is Status.RUNS:
-            machine = self.launchers.index(launcher)
-            self.started[machine] += 1
-            launcher.start_anew(replace(launcher.me, incarnation=f"start{self.started[machine]}"))
-
-    def split(self, *parts: set[int]) -> None:
-        part_of = {machine: number for number, part in enumerate(parts) for machine in part}
-        self.cuts = {
-            frozenset((one, other))
-            for one in range(self.count)
-            for other in range(one)
-            if part_of.get(one) != part_of.get(other)
-        }
-
-    def current(self, machine: int) -> Generation:
-        return self.launchers[machine].generation
-
-    def members(self, machine: int) -> list[str]:
-        return [member.name for member in self.current(machine).members]
-
-    def together(self) -> bool:
-        """Whether all launchers that run are in one generation, and nobody else."""
-        here = [machine for machine in range(self.count) if machine not in self.off | self.frozen]
-        names = sorted(f"machine{machine}" for machine in here)
-        generations = {self.current(machine) for machine in here}
-        in_it = all(self.launchers[machine].node is not None for machine in here)
-        return len(generations) == 1 and in_it and sorted(self.members(here[0])) == names
-
-
-def begun(count: int, seed: int, **keywords: object) -> Network:
-    network = Network(count, seed, **keywords)
-    network.run(3)
-    assert network.together() and network.current(0).number == 1
-    assert network.members(0) == [f"machine{machine}" for machine in range(count)]
-    return network
 
 
 @settings(max_examples=8, deadline=None)
@@ -336,6 +237,30 @@ def test_a_script_that_fails_is_told_to_all() -> None:
     found = [launcher.failure() for launcher in network.launchers]
     assert [(member.name, code) for member, code in found] == [("machine2", 7)] * 3
     assert network.current(0).number == 1
+
+
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 10**9), away=st.sets(st.integers(1, 3), min_size=1))
+def test_a_part_goes_on_if_the_network_splits_while_launchers_come(seed: int, away: set[int]) -> None:
+    """Members must not decide on launchers that do not hear of it any more: they would wait for them."""
+    network = begun(4, seed)
+    for machine in away:
+        network.off.add(machine)
+        network.run(4)
+    before = network.current(0)
+    for machine in away:
+        network.launchers[machine] = network.start(machine)
+    network.off.clear()
+    network.run(network.draw.uniform(0.0, 3.0))
+    part = {machine for machine in range(4) if network.draw.random() < 0.5}
+    network.split_at_once(part, set(range(4)) - part)
+    # What is decided while the messages that tell of it are lost cannot be known to both parts.
+    is_decided = any(network.current(machine).number > before.number for machine in range(4))
+    network.run(8)
+    assert is_decided or network.trains(part) or network.trains(set(range(4)) - part)
+    network.split(set(range(4)))
+    network.run(12)
+    assert network.together() and network.contradictions == []
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

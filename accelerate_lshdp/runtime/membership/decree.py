@@ -6,6 +6,11 @@ what a quorum has accepted under one ballot is decided, and no other value ever 
 what was accepted before, and proposes that. Members tell each other their state again and again instead of sending
 single requests, so a message that is lost or comes twice changes nothing. No clock and no network: the caller has
 both.
+
+A member proposes a new generation only once a quorum of that generation, too, has heard of the ballot: joint
+consensus, as in Raft (Ongaro and Ousterhout, 2014). Otherwise the first of two members, which may decide alone, could
+let in launchers whose network was cut a moment before: it would be one of three members of a generation that the other
+two have not heard of, and none of them could go on.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ class Vote:
     """What a member says of a decision.
 
     Args:
-        promised: it accepts nothing under a lower ballot any more.
+        promised: it accepts nothing under a lower ballot any more; of a launcher that is about to join: the highest
+            ballot that it has heard of.
         accepted: the ballot under which it has accepted a value last, and the value.
         proposed: the ballot for which it asks others, and the value once a quorum has promised; itself as a proposer.
     """
@@ -65,18 +71,23 @@ class Decree:
     Args:
         node: of this member among those that decide.
         is_quorum: whether members, by node, may decide for all.
+        is_quorum_of_next: whether members, by node, and launchers that are about to join, by identity, may decide for
+            all of the generation that would follow.
     """
 
     node: int
     is_quorum: Callable[[Collection[int]], bool]
+    is_quorum_of_next: Callable[[Generation, Collection[int], Collection[tuple[str, str]]], bool]
     decided: Generation | None = None
     vote: Vote = Vote()
     _votes: dict[int, Vote] = field(default_factory=dict)
+    _coming: dict[tuple[str, str], Ballot] = field(default_factory=dict)
     _wanted: Generation | None = None
 
     def propose(self, wanted: Generation) -> None:
         """Begins a ballot above all that this member has heard of, for a value unless another may be decided."""
-        highest = max([self.vote.promised, *(vote.promised for vote in self._votes.values())])
+        promised = [vote.promised for vote in self._votes.values()]
+        highest = max([self.vote.promised, *promised, *self._coming.values()])
         self._wanted = wanted
         self._change(Vote(self.vote.promised, self.vote.accepted, ((highest[0] + 1, self.node), None)))
 
@@ -89,6 +100,11 @@ class Decree:
         """Takes in what another member says."""
         self._votes[node] = vote
         self._answer(vote)
+        self._advance()
+
+    def hear_coming(self, identity: tuple[str, str], ballot: Ballot) -> None:
+        """Takes in the highest ballot that a launcher that is about to join has heard of."""
+        self._coming[identity] = ballot
         self._advance()
 
     def _change(self, vote: Vote) -> None:
@@ -117,10 +133,11 @@ class Decree:
         if self.vote.proposed is not None and self.vote.proposed[1] is None:
             ballot = self.vote.proposed[0]
             promised = {node: vote for node, vote in votes.items() if vote.promised == ballot}
-            if self.is_quorum(promised):
-                accepted = [vote.accepted for vote in promised.values() if vote.accepted is not None]
-                # What has the highest ballot may be decided already; nothing with a lower one is.
-                value = max(accepted, key=lambda each: each[0])[1] if accepted else self._wanted
+            coming = {identity for identity, heard in self._coming.items() if heard == ballot}
+            accepted = [vote.accepted for vote in promised.values() if vote.accepted is not None]
+            # What has the highest ballot may be decided already, whoever is there; nothing with a lower one is.
+            value = max(accepted, key=lambda each: each[0])[1] if accepted else self._wanted
+            if self.is_quorum(promised) and (accepted or self.is_quorum_of_next(value, promised, coming)):
                 self._change(Vote(self.vote.promised, self.vote.accepted, (ballot, value)))
                 return
         by_ballot: dict[Ballot, set[int]] = {}

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from accelerate_lshdp.documents.plan_sections import LARGEST_ELASTIC
-from accelerate_lshdp.runtime.membership.decree import Decree, Vote
+from accelerate_lshdp.runtime.membership.decree import NO_BALLOT, Decree, Vote
 from accelerate_lshdp.runtime.membership.generation import NOBODY, Generation, Member, at_port
 from accelerate_lshdp.runtime.membership.hearing import BEAT_SECONDS, Hearing
 from accelerate_lshdp.runtime.membership.message import Message, Status
@@ -91,6 +91,7 @@ class Membership:
         self._leaving: dict[tuple[str, str], float] = {}
         self._gone: set[tuple[str, str]] = set()
         self._decree: Decree | None = None
+        self._heard_of = NO_BALLOT  # the members' highest ballot, while this launcher is none of them
         self._began_at = now
         self._needed_since: float | None = None
         self._proposed_at = now
@@ -115,7 +116,7 @@ class Membership:
     def start_anew(self, me: Member) -> None:
         """After it was left out: it has ended its ranks, and is ready to join as a new one."""
         self.hearing.me, self.status, self.lost_ranks = me, Status.JOINS, 0
-        self._decree = None
+        self._decree, self._heard_of = None, NO_BALLOT
 
     def choose_store_port(self, port: int) -> None:
         """The port for the store of the next generation whose first member this launcher is."""
@@ -187,12 +188,12 @@ class Membership:
         theirs = message.generation
         if self._is_newer(theirs):
             self._take(theirs, now)
-        elif theirs == self.generation and self._decree is not None:
-            node = theirs.node_of(message.sender)
-            if node is not None and message.vote != Vote():
-                self._decree.hear(node, message.vote)
-                self._beat_at = min(self._beat_at, now + QUICK_BEAT_SECONDS)
-                self._take_decided(now)
+        elif theirs == self.generation and message.vote != Vote():
+            before = self._own_vote
+            self._hear_vote(message.sender, message.vote)
+            # An answer is waited for, and sent at once; others see that something changes.
+            self._beat_at = min(self._beat_at, now + (QUICK_BEAT_SECONDS if self._own_vote == before else 0.0))
+            self._take_decided(now)
 
     # What is wanted
 
@@ -295,6 +296,21 @@ class Membership:
             self._decree.propose(wanted)
             self._beat_at = now
 
+    @property
+    def _own_vote(self) -> Vote:
+        """What this launcher says of the decision; of one that is no member, only which ballot it has heard of."""
+        return Vote(self._heard_of) if self._decree is None else self._decree.vote
+
+    def _hear_vote(self, sender: Member, vote: Vote) -> None:
+        node = self.generation.node_of(sender)
+        if self._decree is None:
+            if node is not None and vote.proposed is not None:
+                self._heard_of = max(self._heard_of, vote.proposed[0])
+        elif node is not None:
+            self._decree.hear(node, vote)
+        else:
+            self._decree.hear_coming(sender.identity, vote.promised)
+
     def _take_decided(self, now: float) -> None:
         if self._decree is not None and self._decree.decided is not None:
             self._take(self._decree.decided, now)
@@ -313,7 +329,7 @@ class Membership:
         self._needed_since = None
         self._beat_at = now
         node = self.node
-        self._decree = None
+        self._decree, self._heard_of = None, NO_BALLOT
         if node is not None:
             if self.status is Status.JOINS:
                 self.status = Status.RUNS
@@ -322,7 +338,13 @@ class Membership:
             def is_quorum(nodes: Collection[int]) -> bool:
                 return self._may_decide(generation, [identities[each] for each in nodes])
 
-            self._decree = Decree(node, is_quorum)
+            def is_quorum_of_next(
+                following: Generation, nodes: Collection[int], coming: Collection[tuple[str, str]]
+            ) -> bool:
+                here = {*coming, *(identities[each] for each in nodes)}
+                return following.is_quorum(here, any_part=self.rules.any_part)
+
+            self._decree = Decree(node, is_quorum, is_quorum_of_next)
 
     # Messages
 
@@ -332,7 +354,7 @@ class Membership:
             self.me,
             self.status,
             self.generation,
-            Vote() if self._decree is None else self._decree.vote,
+            self._own_vote,
             self.hearing.unheard(now),
             tuple(self.hearing.coming(now)),
             self.lost_ranks,
