@@ -99,6 +99,8 @@ def main() -> int:
     file.write_text(yaml.safe_dump({**document, "networks": [arguments.network], "limits": []}))
     laboratory = without_errors(in_laboratory(file, arguments.output_dir))
     ssh = without_errors(over_ssh(file, arguments.output_dir))
+    if REFERENCE not in laboratory or REFERENCE not in ssh:
+        raise SystemExit(f"found no step of {REFERENCE} to compare with: see its error above")
     apart = []
     for label in (label for label in laboratory if label in ssh and label != REFERENCE):
         expected = laboratory[label].step_seconds / laboratory[REFERENCE].step_seconds

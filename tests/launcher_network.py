@@ -32,7 +32,8 @@ class Network:
         self.cuts: set[frozenset[int]] = set()
         self._queue: list[tuple[float, int, int, Message]] = []
         self._sent = 0
-        #: Generations with one number that two launchers had at a time.
+        self._taken: dict[tuple[str, int], Generation] = {}
+        #: Generations with one number that two launchers have had.
         self.contradictions: list[tuple[Generation, Generation]] = []
         self.launchers = [self.start(machine) for machine in range(count)]
 
@@ -68,11 +69,9 @@ class Network:
 
     def note(self, launcher: Membership) -> None:
         generation = launcher.generation
-        for machine, other in enumerate(self.launchers):
-            their = other.generation
-            same = (generation.origin, generation.number) == (their.origin, their.number)
-            if machine not in self.off and same and generation.identities != their.identities:
-                self.contradictions.append((generation, their))
+        taken = self._taken.setdefault(generation.order, generation)
+        if taken.identities != generation.identities:
+            self.contradictions.append((taken, generation))
         # A launcher that was left out ends its ranks, and comes back.
         if generation.number and launcher.node is None and launcher.status is Status.RUNS:
             machine = self.launchers.index(launcher)

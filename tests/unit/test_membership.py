@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher_network import Network, begun
@@ -112,6 +113,40 @@ def test_a_part_waits_for_one_that_may_have_decided() -> None:
     network.split(set(range(4)))
     network.run(8)
     assert network.together()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.5, 0.7, 0.9])
+def test_one_that_is_left_does_not_contradict_what_the_others_have_decided_and_forgotten(seconds: float) -> None:
+    tried = 0
+    for seed in range(10):
+        network = begun(4, seed)
+        network.off.add(3)
+        network.run(4 + network.draw.random())
+        network.frozen.add(2)
+        network.run(1.2)
+        network.frozen = {0}
+        network.run(0.3)
+        network.off.clear()
+        network.launchers[3] = network.start(3)
+        network.run(4)
+        # The fourth comes into a generation without the first, unless the third one's silence was noticed before.
+        if network.members(3) != ["machine1", "machine2", "machine3"]:
+            continue
+        tried += 1
+        # It is cut off, and the others that know of it end.
+        network.split({0, 1, 2}, {3})
+        network.off |= {1, 2}
+        network.run(1)
+        network.frozen.clear()
+        network.run(seconds)
+        network.off.clear()
+        network.launchers[1:3] = [network.start(1), network.start(2)]
+        network.run(6)
+        assert network.trains({0, 1, 2}) and network.contradictions == []
+        network.split(set(range(4)))
+        network.run(8)
+        assert network.together() and network.contradictions == []
+    assert tried >= 3
 
 
 def test_each_part_goes_on_if_it_was_told_to() -> None:
@@ -251,7 +286,7 @@ def test_a_part_goes_on_if_the_network_splits_while_launchers_come(seed: int, aw
     for machine in away:
         network.launchers[machine] = network.start(machine)
     network.off.clear()
-    network.run(network.draw.uniform(0.0, 3.0))
+    network.run(network.draw.uniform(0.0, 1.5))
     part = {machine for machine in range(4) if network.draw.random() < 0.5}
     network.split_at_once(part, set(range(4)) - part)
     # What is decided while the messages that tell of it are lost cannot be known to both parts.

@@ -7,10 +7,13 @@ what was accepted before, and proposes that. Members tell each other their state
 single requests, so a message that is lost or comes twice changes nothing. No clock and no network: the caller has
 both.
 
-A member proposes a new generation only once a quorum of that generation, too, has heard of the ballot: joint
-consensus, as in Raft (Ongaro and Ousterhout, 2014). Otherwise the first of two members, which may decide alone, could
-let in launchers whose network was cut a moment before: it would be one of three members of a generation that the other
-two have not heard of, and none of them could go on.
+Before a member proposes a new generation, a quorum of that generation has to have answered its ballot, too, also
+launchers that are only about to join. Otherwise one of two members that may decide alone could let in two launchers
+when the network has just split: it would be one of four members, and the others would not know that they are members.
+
+Ballots after members have ended for certain are a kind of their own, above all others. They need all members that are
+left, who may be fewer than a quorum and not know what those that have ended had decided. They neither need to know it
+nor contradict it: what they decide on comes after all that may have followed there (`Generation.next_with`).
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from typing import Any
 from accelerate_lshdp.runtime.membership.generation import Generation
 
 
-#: Round and proposer: ordered, and no two members make the same one.
-Ballot = tuple[int, int]
-NO_BALLOT: Ballot = (0, -1)
+#: Whether it is one after members have ended (0 or 1), round and proposer: no two members make the same one.
+Ballot = tuple[int, int, int]
+NO_BALLOT: Ballot = (0, 0, -1)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Vote:
         promised: it accepts nothing under a lower ballot any more; of a launcher that is about to join: the highest
             ballot that it has heard of.
         accepted: the ballot under which it has accepted a value last, and the value.
-        proposed: the ballot for which it asks others, and the value once a quorum has promised; itself as a proposer.
+        proposed: the ballot for which it asks others, and the value once enough of them have answered; itself as a
+            proposer.
     """
 
     promised: Ballot = NO_BALLOT
@@ -71,29 +75,41 @@ class Decree:
     Args:
         node: of this member among those that decide.
         is_quorum: whether members, by node, may decide for all.
+        are_all_left: whether no other members are left than these, by node: others have ended for certain.
         is_quorum_of_next: whether members, by node, and launchers that are about to join, by identity, may decide for
             all of the generation that would follow.
+
+    Attributes:
+        decided: the next generation, once it is decided.
+        vote: what this member says.
+        wanted: the generation that it proposes.
     """
 
     node: int
     is_quorum: Callable[[Collection[int]], bool]
+    are_all_left: Callable[[Collection[int]], bool]
     is_quorum_of_next: Callable[[Generation, Collection[int], Collection[tuple[str, str]]], bool]
     decided: Generation | None = None
     vote: Vote = Vote()
+    wanted: Generation | None = None
     _votes: dict[int, Vote] = field(default_factory=dict)
     _coming: dict[tuple[str, str], Ballot] = field(default_factory=dict)
-    _wanted: Generation | None = None
 
-    def propose(self, wanted: Generation) -> None:
-        """Begins a ballot above all that this member has heard of, for a value unless another may be decided."""
-        promised = [vote.promised for vote in self._votes.values()]
-        highest = max([self.vote.promised, *promised, *self._coming.values()])
-        self._wanted = wanted
-        self._change(Vote(self.vote.promised, self.vote.accepted, ((highest[0] + 1, self.node), None)))
+    def propose(self, wanted: Generation, *, after_lost: bool = False) -> None:
+        """Begins a ballot above all that this member has heard of, for a value unless another may be decided.
+
+        Args:
+            wanted: the value.
+            after_lost: for a value that comes after what members that have ended may have decided.
+        """
+        promised = [self.vote.promised, *(vote.promised for vote in self._votes.values()), *self._coming.values()]
+        self.wanted = wanted
+        ballot = (int(after_lost), 1 + max(each[1] for each in promised), self.node)
+        self._change(Vote(self.vote.promised, self.vote.accepted, (ballot, None)))
 
     def withdraw(self) -> None:
         """Stops asking; what was accepted stays so."""
-        self._wanted = None
+        self.wanted = None
         self._change(Vote(self.vote.promised, self.vote.accepted, None))
 
     def hear(self, node: int, vote: Vote) -> None:
@@ -135,9 +151,10 @@ class Decree:
             promised = {node: vote for node, vote in votes.items() if vote.promised == ballot}
             coming = {identity for identity, heard in self._coming.items() if heard == ballot}
             accepted = [vote.accepted for vote in promised.values() if vote.accepted is not None]
+            accepted = [each for each in accepted if each[0][0] == ballot[0]]
             # What has the highest ballot may be decided already, whoever is there; nothing with a lower one is.
-            value = max(accepted, key=lambda each: each[0])[1] if accepted else self._wanted
-            if self.is_quorum(promised) and (accepted or self.is_quorum_of_next(value, promised, coming)):
+            value = max(accepted, key=lambda each: each[0])[1] if accepted else self.wanted
+            if self._may_decide(ballot, promised) and (accepted or self.is_quorum_of_next(value, promised, coming)):
                 self._change(Vote(self.vote.promised, self.vote.accepted, (ballot, value)))
                 return
         by_ballot: dict[Ballot, set[int]] = {}
@@ -145,10 +162,13 @@ class Decree:
             if vote.accepted is not None:
                 by_ballot.setdefault(vote.accepted[0], set()).add(node)
         for ballot, nodes in by_ballot.items():
-            if self.decided is None and self.is_quorum(nodes):
+            if self.decided is None and self._may_decide(ballot, nodes):
                 self.decided = next(v.accepted[1] for v in votes.values() if v.accepted and v.accepted[0] == ballot)
+
+    def _may_decide(self, ballot: Ballot, nodes: Collection[int]) -> bool:
+        return self.are_all_left(nodes) if ballot[0] else self.is_quorum(nodes)
 
 
 def _ballot(document: Any) -> Ballot:
-    number, node = document
-    return int(number), int(node)
+    kind, number, node = document
+    return int(kind), int(number), int(node)

@@ -94,26 +94,29 @@ class Generation:
                 return node
         return None
 
-    def is_quorum(
-        self,
-        present: Collection[tuple[str, str]],
-        *,
-        gone: Collection[tuple[str, str]] = (),
-        any_part: bool = False,
-    ) -> bool:
+    def is_quorum(self, present: Collection[tuple[str, str]], *, any_part: bool = False) -> bool:
         """Whether some of these members may decide for all: any two sets that may have a member in common.
 
         Args:
             present: identities; those of others do not count.
-            gone: identities of launchers that have ended for certain. All others together may decide then.
             any_part: any member may, which splits a run in two if the network does.
         """
         here = self.identities & set(present)
-        if any_part or (here and self.identities - set(gone) <= here):
+        if any_part:
             return bool(here)
         if here and 2 * len(here) == len(self.members):
             return self.members[0].identity in here
         return 2 * len(here) > len(self.members)
+
+    def are_all_left(self, present: Collection[tuple[str, str]], gone: Collection[tuple[str, str]]) -> bool:
+        """Whether no other member is left than these: they may decide, however few, on a generation `after_lost`.
+
+        Args:
+            present: identities; those of others do not count.
+            gone: identities of launchers that have ended for certain.
+        """
+        here = self.identities & set(present)
+        return bool(here) and self.identities - set(gone) <= here
 
     def next_with(self, members: Collection[Member], *, after_lost: bool = False) -> Generation:
         """The next generation: those of this one that stay in their order, then the others by name.

@@ -159,7 +159,8 @@ class Membership:
         wanted = self._wanted(now)
         self._change(wanted, now)
         self._take_decided(now)
-        quick = wanted is not None or (self._decree is not None and self._decree.vote != Vote()) or self.node is None
+        is_member = self.node is not None and self.has_quorum(now)
+        quick = wanted is not None or self._own_vote != Vote() or not is_member
         if now < self._beat_at:
             return []
         self._beat_at = now + (QUICK_BEAT_SECONDS if quick else BEAT_SECONDS)
@@ -191,7 +192,7 @@ class Membership:
         elif theirs == self.generation and message.vote != Vote():
             before = self._own_vote
             self._hear_vote(message.sender, message.vote)
-            # An answer is waited for, and sent at once; others see that something changes.
+            # Who proposes waits for this launcher's answer.
             self._beat_at = min(self._beat_at, now + (QUICK_BEAT_SECONDS if self._own_vote == before else 0.0))
             self._take_decided(now)
 
@@ -212,7 +213,7 @@ class Membership:
 
     def _wanted(self, now: float) -> Generation | None:
         """The generation that should follow; None: this one is as it should be, or none can follow now."""
-        if self.node is None or self.has_ended or self.failure() is not None:
+        if self.node is None or self.has_ended or self.failure() is not None or not self.has_quorum(now):
             return None
         staying = [member for member in map(self._as_heard, self.generation.members) if self._stays(member, now)]
         coming = self._joiners(now)
@@ -220,7 +221,7 @@ class Membership:
         # Who comes back anew has lost what it was before.
         staying = [member for member in staying if member.name not in names]
         coming = coming[: max(0, self.rules.max_nodes - len(staying))]
-        wanted = self.generation.next_with([*staying, *coming], after_lost=not self._normally_may(now))
+        wanted = self.generation.next_with([*staying, *coming], after_lost=not self._is_quorum(now))
         is_other = wanted.identities != self.generation.identities
         if not is_other and not self._ranks_are_lost():
             return None
@@ -236,13 +237,10 @@ class Membership:
     def has_quorum(self, now: float) -> bool:
         """Whether the members that are there may decide."""
         present = {each.identity for each in self.hearing.present(now)}
-        return self._may_decide(self.generation, present)
+        return self._is_quorum(now) or self.generation.are_all_left(present, self._gone)
 
-    def _may_decide(self, generation: Generation, present: Collection[tuple[str, str]]) -> bool:
-        return generation.is_quorum(present, gone=self._gone, any_part=self.rules.any_part)
-
-    def _normally_may(self, now: float) -> bool:
-        """Whether members may decide without counting launchers that have ended."""
+    def _is_quorum(self, now: float) -> bool:
+        """The same without regard to launchers that have ended."""
         present = {each.identity for each in self.hearing.present(now)}
         return self.generation.is_quorum(present, any_part=self.rules.any_part)
 
@@ -290,10 +288,13 @@ class Membership:
             self._needed_since, self._proposed_at = now, -1e9
         turn = [each.identity for each in self.hearing.present(now)].index(self.me.identity)
         is_due = now - self._needed_since >= turn * PATIENCE_SECONDS
-        # Others that propose at the same time are given way to by waiting for longer, each for another time.
-        if is_due and now - self._proposed_at >= PATIENCE_SECONDS * (1 + turn / 2):
+        # Others that propose at the same time are given way to by waiting for longer, each for another time. What is
+        # not wanted any more is not waited for: one of its members may be lost.
+        asked = self._decree.wanted
+        is_other = asked is not None and (asked.number, asked.identities) != (wanted.number, wanted.identities)
+        if is_other or (is_due and now - self._proposed_at >= PATIENCE_SECONDS * (1 + turn / 2)):
             self._proposed_at = now
-            self._decree.propose(wanted)
+            self._decree.propose(wanted, after_lost=not self._is_quorum(now))
             self._beat_at = now
 
     @property
@@ -335,16 +336,16 @@ class Membership:
                 self.status = Status.RUNS
             identities = [member.identity for member in generation.members]
 
-            def is_quorum(nodes: Collection[int]) -> bool:
-                return self._may_decide(generation, [identities[each] for each in nodes])
+            def among(nodes: Collection[int]) -> set[tuple[str, str]]:
+                return {identities[each] for each in nodes}
 
-            def is_quorum_of_next(
-                following: Generation, nodes: Collection[int], coming: Collection[tuple[str, str]]
-            ) -> bool:
-                here = {*coming, *(identities[each] for each in nodes)}
-                return following.is_quorum(here, any_part=self.rules.any_part)
-
-            self._decree = Decree(node, is_quorum, is_quorum_of_next)
+            any_part = self.rules.any_part
+            self._decree = Decree(
+                node,
+                lambda nodes: generation.is_quorum(among(nodes), any_part=any_part),
+                lambda nodes: generation.are_all_left(among(nodes), self._gone),
+                lambda following, nodes, coming: following.is_quorum({*among(nodes), *coming}, any_part=any_part),
+            )
 
     # Messages
 

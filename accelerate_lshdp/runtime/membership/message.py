@@ -34,7 +34,7 @@ class Message:
         sender: as it is now.
         status: what it is about to do.
         generation: the newest that it knows.
-        vote: on the one after that, if it is a member.
+        vote: on the one after that; of a launcher that is no member, only the ballot that it has heard of.
         silent: identities of members that it does not hear.
         coming: identities of launchers that it hears say that they are ready to join.
         lost_ranks: the number of the generation whose ranks it has lost or had to end; 0: none.
