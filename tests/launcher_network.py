@@ -25,14 +25,13 @@ class Network:
         self.rules = rules or Rules()
         self.now = 100.0
         self.count = count
-        self.offset = [self.draw.uniform(0, STEP) for _ in range(count)]
         self.started = [0] * count
         self.frozen: set[int] = set()
         self.off: set[int] = set()
         self.cuts: set[frozenset[int]] = set()
         self._queue: list[tuple[float, int, int, Message]] = []
         self._sent = 0
-        self._taken: dict[tuple[str, int], Generation] = {}
+        self._taken: dict[tuple[str, int, str], Generation] = {}
         #: Generations with one number that two launchers have had.
         self.contradictions: list[tuple[Generation, Generation]] = []
         self.launchers = [self.start(machine) for machine in range(count)]
@@ -43,6 +42,12 @@ class Network:
         peers = [(f"10.0.0.{other}", 29500) for other in range(self.count)]
         founders = self.count if machine == 0 else 0
         return Membership(me, "run", peers, founders, f"{self.now:09.2f}", self.rules, self.now)
+
+    def restart(self, *machines: int) -> None:
+        """Launchers that have forgotten all start on machines that were off."""
+        for machine in machines:
+            self.off.discard(machine)
+            self.launchers[machine] = self.start(machine)
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds

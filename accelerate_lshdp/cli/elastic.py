@@ -234,7 +234,7 @@ class _Launcher:
         told = ElasticRank(
             str(self.memory.path),
             generation.number,
-            generation.origin,
+            f"{generation.origin} {generation.branch}",
             generation.ranks_at_start,
             machines,
             self.began_at,

@@ -56,7 +56,7 @@ class ElasticRank:
     Args:
         folder: the path of its node's `NodeFolder`.
         generation: its number, from 1.
-        origin: of the run.
+        origin: text of the run's founding, and of what it went on from if members had ended.
         ranks_at_start: of the first generation, for which the script's batches and steps are meant.
         machines: name of the machine of each rank.
         since: seconds since the epoch when this launcher began; checkpoints here that are older are of another run.

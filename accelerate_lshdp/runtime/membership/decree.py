@@ -12,8 +12,8 @@ launchers that are only about to join. Otherwise one of two members that may dec
 when the network has just split: it would be one of four members, and the others would not know that they are members.
 
 Ballots after members have ended for certain are a kind of their own, above all others. They need all members that are
-left, who may be fewer than a quorum and not know what those that have ended had decided. They neither need to know it
-nor contradict it: what they decide on comes after all that may have followed there (`Generation.next_with`).
+left, who may be fewer than a quorum and not know what those that have ended had decided. They need not know it: what
+they decide on has a number beyond all that may have followed there, and a branch of its own (`Generation.next_with`).
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Decree:
     decided: Generation | None = None
     vote: Vote = Vote()
     wanted: Generation | None = None
+    _round: int = 0
     _votes: dict[int, Vote] = field(default_factory=dict)
     _coming: dict[tuple[str, str], Ballot] = field(default_factory=dict)
 
@@ -104,7 +105,8 @@ class Decree:
         """
         promised = [self.vote.promised, *(vote.promised for vote in self._votes.values()), *self._coming.values()]
         self.wanted = wanted
-        ballot = (int(after_lost), 1 + max(each[1] for each in promised), self.node)
+        self._round = 1 + max(self._round, *(each[1] for each in promised))
+        ballot = (int(after_lost), self._round, self.node)
         self._change(Vote(self.vote.promised, self.vote.accepted, (ballot, None)))
 
     def withdraw(self) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 
-#: More generations than launchers can decide on before they hear of one that was decided without them.
+#: More generations than launchers decide on before they hear of one that was decided without them.
 _BEYOND = 1000
 
 
@@ -66,21 +67,24 @@ class Generation:
         members: in the order of their nodes. Who stays keeps its place before those that come.
         ranks_at_start: of the first generation, for which scripts have computed their batches and steps.
         origin: text of the founding; that of a later one is larger. A run is founded again when all have lost it.
+        branch: text of the last decision of members that were left after others had ended (`after_lost`). What those
+            had decided may live on where they had let in others, and may take such a decision, too.
     """
 
     number: int
     members: tuple[Member, ...]
     ranks_at_start: int = 0
     origin: str = ""
+    branch: str = ""
 
     @property
     def identities(self) -> frozenset[tuple[str, str]]:
         return frozenset(member.identity for member in self.members)
 
     @property
-    def order(self) -> tuple[str, int]:
+    def order(self) -> tuple[str, int, str]:
         """Larger than that of the generations before it."""
-        return self.origin, self.number
+        return self.origin, self.number, self.branch
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
@@ -130,7 +134,8 @@ class Generation:
         coming = sorted(by_identity.values(), key=lambda member: (member.name, member.incarnation))
         # Beyond all that may have followed there: who had come into one of those gives way to this one.
         number = self.number + (_BEYOND if after_lost else 1)
-        return Generation(number, (*staying, *coming), self.ranks_at_start, self.origin)
+        branch = hashlib.sha256(repr(self.order).encode()).hexdigest()[:8] if after_lost else self.branch
+        return Generation(number, (*staying, *coming), self.ranks_at_start, self.origin, branch)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -138,13 +143,15 @@ class Generation:
             "members": [member.to_dict() for member in self.members],
             "ranks_at_start": self.ranks_at_start,
             "origin": self.origin,
+            "branch": self.branch,
         }
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Generation:
         """Raises KeyError, TypeError or ValueError for what `to_dict` has not made."""
         members = tuple(Member.from_dict(each) for each in document["members"])
-        return cls(int(document["number"]), members, int(document["ranks_at_start"]), str(document["origin"]))
+        texts = str(document["origin"]), str(document["branch"])
+        return cls(int(document["number"]), members, int(document["ranks_at_start"]), *texts)
 
 
 #: Before the first one.

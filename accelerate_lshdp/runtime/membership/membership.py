@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from accelerate_lshdp.documents.plan_sections import LARGEST_ELASTIC
 from accelerate_lshdp.runtime.membership.decree import NO_BALLOT, Decree, Vote
-from accelerate_lshdp.runtime.membership.generation import NOBODY, Generation, Member, at_port
+from accelerate_lshdp.runtime.membership.generation import Generation, Member, at_port
 from accelerate_lshdp.runtime.membership.hearing import BEAT_SECONDS, Hearing
 from accelerate_lshdp.runtime.membership.message import Message, Status
 
@@ -90,6 +90,7 @@ class Membership:
         self._origin = origin
         self._leaving: dict[tuple[str, str], float] = {}
         self._gone: set[tuple[str, str]] = set()
+        self._replaced: set[tuple[str, str]] = set()
         self._decree: Decree | None = None
         self._heard_of = NO_BALLOT  # the members' highest ballot, while this launcher is none of them
         self._began_at = now
@@ -180,9 +181,12 @@ class Membership:
             return
         key = message.sender.identity
         # A machine has one launcher at this address: one that has started anew is proof that the one before has ended.
-        # What one of before has sent may come after it; but that one was a member, and says so.
+        # What the one before has sent may come after it.
         if message.status is Status.JOINS:
-            self._gone |= {each for each in self.generation.identities if each[0] == key[0] and each != key}
+            if key not in self._replaced:
+                self._gone |= self._of_machine(key) & self.generation.identities
+            if key not in self.hearing.heard:
+                self._replaced |= self._of_machine(key) & self.hearing.heard.keys()
         if message.status is Status.LEAVES:
             self._leaving.setdefault(key, now)
         self.hearing.take(message, now)
@@ -196,20 +200,28 @@ class Membership:
             self._beat_at = min(self._beat_at, now + (QUICK_BEAT_SECONDS if self._own_vote == before else 0.0))
             self._take_decided(now)
 
+    def _of_machine(self, identity: tuple[str, str]) -> set[tuple[str, str]]:
+        """Identities of the other launchers of the same machine that are known."""
+        known = self.generation.identities | self.hearing.heard.keys()
+        return {each for each in known if each[0] == identity[0] and each != identity}
+
     # What is wanted
 
     def _found(self, now: float) -> None:
-        """Founds the first generation once all that it is to consist of are there, and know of no other one."""
-        if self.generation is not NOBODY or not self._founders or self.status is not Status.JOINS:
+        """Founds the first generation once all that it is to consist of are there, and no other one is left."""
+        gone = self._gone | self._of_machine(self.me.identity)
+        if not self._founders or self.status is not Status.JOINS or not self.generation.identities <= gone:
             return
         if now - self._began_at < LISTENING_SECONDS and self._founders > 1:
             return
         seekers = [h.message for h in self.hearing.heard.values() if self.hearing.is_fresh(h, now)]
-        seekers = [m for m in seekers if m.status is Status.JOINS and m.generation.number == 0]
+        seekers = [message for message in seekers if message.status is Status.JOINS]
         if len(seekers) + 1 >= self._founders:
             first = [self.me, *sorted((m.sender for m in seekers), key=lambda member: member.name)]
             first = first[: self.rules.max_nodes]
-            self._take(Generation(1, tuple(first), sum(member.ranks for member in first), self._origin), now)
+            # Above that of a run that was lost also where this machine's clock was set back.
+            origin = max(self._origin, f"{self.generation.origin}+")
+            self._take(Generation(1, tuple(first), sum(member.ranks for member in first), origin), now)
 
     def _wanted(self, now: float) -> Generation | None:
         """The generation that should follow; None: this one is as it should be, or none can follow now."""
