@@ -121,7 +121,9 @@ class Worker:
         GradientState._reset_state()
         # Cases that are the oracle for others do without this package.
         if "accelerate_lshdp.runtime.stop_requests" in sys.modules:
-            sys.modules["accelerate_lshdp.runtime.stop_requests"].of_process.forget()
+            requests = sys.modules["accelerate_lshdp.runtime.stop_requests"].of_process
+            requests.leave()
+            requests.forget()
         accelerate_logging.MultiProcessAdapter.warning_once.cache_clear()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
