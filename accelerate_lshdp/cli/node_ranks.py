@@ -105,8 +105,8 @@ class NodeRanks:
         self.wait_until_ready()
         self._set += 1
         self._codes, self._pids = {}, {}
+        self._memory.clear_ranks()
         for local_rank, environment in enumerate(environments):
-            self._memory.control(local_rank).unlink(missing_ok=True)  # of a rank before, which listens no more
             request = {
                 "start": f"{self._set}.{local_rank}",
                 "arguments": self._arguments,

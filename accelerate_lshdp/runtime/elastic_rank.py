@@ -48,6 +48,15 @@ class NodeFolder:
         """The socket on which a rank hears what it is to do."""
         return self.path / f"rank{local_rank}.control"
 
+    def clear_ranks(self) -> None:
+        """Removes what ranks that have ended have left beside the state.
+
+        They may be of a generation with the number of the next one: a run that all have lost begins with 1 again.
+        """
+        for pattern in ("stepped*", "gate*", "rank*.control"):
+            for left in self.path.glob(pattern):
+                left.unlink(missing_ok=True)
+
 
 @dataclass(frozen=True)
 class ElasticRank:

@@ -63,7 +63,11 @@ def test_ranks_are_started_and_their_codes_told(
     with NodeRanks(str(script) if forked else None, ["train.py", "--steps", "3"], NodeFolder(tmp_path)) as ranks:
         ranks.start([{"RANK": "0"}, {"RANK": "3"}])
         assert ranks.wait(60) and sorted(ranks.codes) == [0, 3]
+        left = [NodeFolder(tmp_path).gate(1), NodeFolder(tmp_path).stepped(1), NodeFolder(tmp_path).control(0)]
+        for each in left:
+            each.touch()
         ranks.start([{"RANK": "2"}])
+        assert not any(each.exists() for each in left)  # the next ranks may be of a generation with that number
         deadline = time.monotonic() + 60
         while "2 [" not in (text := capfd.readouterr().out) and time.monotonic() < deadline:
             time.sleep(0.1)
