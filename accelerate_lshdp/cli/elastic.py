@@ -35,7 +35,8 @@ from accelerate_lshdp.runtime.membership.membership import Membership, Rules
 from accelerate_lshdp.runtime.membership.message import Status
 
 
-_LOOK_SECONDS = 0.05
+#: How often ranks and membership are looked at; a new generation is seen at once.
+_LOOK_SECONDS = 0.1
 #: Seconds that ranks have to come to the end of a step, and of what follows it, where all nodes are there.
 PAUSE_SECONDS = 600.0
 #: Seconds that they have to write what they keep.
@@ -159,7 +160,7 @@ class _Launcher:
             code = self._step(view)
             if code is not None:
                 return code
-            time.sleep(_LOOK_SECONDS)
+            self.link.wait(_LOOK_SECONDS)
 
     def _step(self, view: View) -> int | None:
         """Does what is due; returns the exit code once this launcher is to end."""

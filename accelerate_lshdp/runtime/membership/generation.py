@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 
@@ -77,7 +78,7 @@ class Generation:
     origin: str = ""
     branch: str = ""
 
-    @property
+    @cached_property
     def identities(self) -> frozenset[tuple[str, str]]:
         return frozenset(member.identity for member in self.members)
 
@@ -160,4 +161,4 @@ NOBODY = Generation(0, ())
 
 def at_port(member: Member, store_port: int) -> Member:
     """The member with another port for its store."""
-    return replace(member, store_port=store_port)
+    return member if member.store_port == store_port else replace(member, store_port=store_port)

@@ -16,7 +16,8 @@ from accelerate_lshdp.runtime.membership.membership import Membership
 from accelerate_lshdp.runtime.membership.message import MESSAGE_BYTES, Message
 
 
-_LOOK_SECONDS = 0.05
+#: How often the membership is looked at while no message comes.
+_LOOK_SECONDS = 0.1
 #: How often a launcher that leaves says so: one of the messages will arrive.
 _FAREWELLS = 5
 
@@ -65,6 +66,7 @@ class MembershipLink:
         self._socket = bound
         self._lock = threading.Lock()
         self._left = threading.Event()
+        self._has_changed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
     def __enter__(self) -> MembershipLink:
@@ -106,19 +108,29 @@ class MembershipLink:
                 known.ended_before,
             )
 
+    def wait(self, seconds: float) -> None:
+        """Waits until the generation changes, so many seconds at most."""
+        self._has_changed.wait(seconds)
+        self._has_changed.clear()
+
     def _run(self) -> None:
+        generation = self._membership.generation
         while not self._left.is_set():
             with self._lock:
                 messages = self._membership.tick(time.monotonic())
+            if self._membership.generation is not generation:
+                generation = self._membership.generation
+                self._has_changed.set()
             self._send(messages)
             self._receive(time.monotonic() + _LOOK_SECONDS)
 
     def _send(self, messages: list[tuple[tuple[str, int], Message]]) -> None:
         data: dict[int, bytes] = {}
         for address, message in messages:
-            text = data.setdefault(id(message), message.to_bytes())
+            if id(message) not in data:
+                data[id(message)] = message.to_bytes()
             with suppress(OSError):  # of a way that is down: the other one hears nothing, which is the point
-                self._socket.sendto(text, address)
+                self._socket.sendto(data[id(message)], address)
 
     def _receive(self, until: float) -> None:
         while (seconds := until - time.monotonic()) > 0:
@@ -128,4 +140,7 @@ class MembershipLink:
                 message = Message.from_bytes(self._socket.recvfrom(MESSAGE_BYTES)[0])
                 if message is not None:
                     with self._lock:
-                        self._membership.hear(message, time.monotonic())
+                        now = time.monotonic()
+                        self._membership.hear(message, now)
+                        if self._membership.has_to_say(now):
+                            return  # others wait for the answer

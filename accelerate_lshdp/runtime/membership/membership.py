@@ -160,12 +160,16 @@ class Membership:
         wanted = self._wanted(now)
         self._change(wanted, now)
         self._take_decided(now)
+        if not self.has_to_say(now):
+            return []
         is_member = self.node is not None and self.has_quorum(now)
         quick = wanted is not None or self._own_vote != Vote() or not is_member
-        if now < self._beat_at:
-            return []
         self._beat_at = now + (QUICK_BEAT_SECONDS if quick else BEAT_SECONDS)
         return self.farewell(now)
+
+    def has_to_say(self, now: float) -> bool:
+        """Whether messages are due."""
+        return now >= self._beat_at
 
     def farewell(self, now: float) -> list[tuple[tuple[str, int], Message]]:
         """The messages that say once more what this launcher is about to do, each with the address it goes to."""
@@ -209,8 +213,9 @@ class Membership:
 
     def _found(self, now: float) -> None:
         """Founds the first generation once all that it is to consist of are there, and no other one is left."""
-        gone = self._gone | self._of_machine(self.me.identity)
-        if not self._founders or self.status is not Status.JOINS or not self.generation.identities <= gone:
+        if not self._founders or self.status is not Status.JOINS:
+            return
+        if not self.generation.identities <= self._gone | self._of_machine(self.me.identity):
             return
         if now - self._began_at < LISTENING_SECONDS and self._founders > 1:
             return
@@ -225,7 +230,7 @@ class Membership:
 
     def _wanted(self, now: float) -> Generation | None:
         """The generation that should follow; None: this one is as it should be, or none can follow now."""
-        if self.node is None or self.has_ended or self.failure() is not None or not self.has_quorum(now):
+        if self.node is None or self.has_ended or self.failure() is not None:
             return None
         staying = [member for member in map(self._as_heard, self.generation.members) if self._stays(member, now)]
         coming = self._joiners(now)
@@ -233,13 +238,13 @@ class Membership:
         # Who comes back anew has lost what it was before.
         staying = [member for member in staying if member.name not in names]
         coming = coming[: max(0, self.rules.max_nodes - len(staying))]
-        wanted = self.generation.next_with([*staying, *coming], after_lost=not self._is_quorum(now))
-        is_other = wanted.identities != self.generation.identities
+        members = [*staying, *coming]
+        is_other = {member.identity for member in members} != self.generation.identities
         if not is_other and not self._ranks_are_lost():
             return None
-        if len(wanted.members) < self.rules.min_nodes:
+        if len(members) < self.rules.min_nodes or not self.has_quorum(now):
             return None
-        return wanted
+        return self.generation.next_with(members, after_lost=not self._is_quorum(now))
 
     @property
     def leaving(self) -> frozenset[tuple[str, str]]:
