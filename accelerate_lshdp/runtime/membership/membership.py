@@ -185,7 +185,7 @@ class Membership:
             return
         key = message.sender.identity
         # A machine has one launcher at this address: one that has started anew is proof that the one before has ended.
-        # What the one before has sent may come after it.
+        # What the one before has sent may come after it: once a newer one was heard, the older one proves nothing.
         if message.status is Status.JOINS:
             if key not in self._replaced:
                 self._gone |= self._of_machine(key) & self.generation.identities
@@ -257,7 +257,7 @@ class Membership:
         return self._is_quorum(now) or self.generation.are_all_left(present, self._gone)
 
     def _is_quorum(self, now: float) -> bool:
-        """The same without regard to launchers that have ended."""
+        """Whether the members that are there are a quorum; launchers that have ended count as missing."""
         present = {each.identity for each in self.hearing.present(now)}
         return self.generation.is_quorum(present, any_part=self.rules.any_part)
 
