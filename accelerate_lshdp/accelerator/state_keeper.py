@@ -37,7 +37,7 @@ from torch import nn
 
 from accelerate_lshdp.accelerator.run_checkpoints import positioned_loaders, training_objects
 from accelerate_lshdp.accelerator.session import Session
-from accelerate_lshdp.checkpoint.model import ModelTensors
+from accelerate_lshdp.checkpoint.model import ModelTensors, unwrap
 from accelerate_lshdp.checkpoint.run_state import NodeLayout, newest_checkpoint_everywhere, save_checkpoint
 from accelerate_lshdp.engine.policies import Mechanism
 from accelerate_lshdp.runtime.elastic_rank import KEEP, KEPT, PAUSE, ElasticRank, elastic_rank, listen, say
@@ -209,7 +209,8 @@ class StateKeeper:
     def _now(self) -> _Moment:
         accelerator = self._accelerator()
         session = accelerator.session
-        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        # Not by `accelerator.unwrap_model`, which looks for packages of other engines: 0.15 ms of each step.
+        models = [unwrap(model) for model in accelerator._models]
         buffers = [(each, each.detach().clone()) for model in models for each in self._buffers_of(model)]
         return _Moment(
             [loader.state_dict() for loader in positioned_loaders(accelerator)],
