@@ -159,7 +159,9 @@ def watch_of(topology: Topology, plan: Plan, statistics: Callable[[], StepStatis
 
 
 def _write(text: str) -> None:
-    print("\n".join(f"lshdp | {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    # In one piece, which `print` does not do where Python is told not to buffer: other ranks write there as well.
+    sys.stderr.write("".join(f"lshdp | {line}\n" for line in text.splitlines()))
+    sys.stderr.flush()
 
 
 def carried_bytes() -> tuple[int, int]:

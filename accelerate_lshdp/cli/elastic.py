@@ -22,6 +22,7 @@ from types import FrameType
 
 from accelerate_lshdp.cli.elastic_meeting import bound_socket, new_member, port_of
 from accelerate_lshdp.cli.exit_codes import SIGNAL_BASE, shell_code
+from accelerate_lshdp.cli.messages import say
 from accelerate_lshdp.cli.node_memory import folder_in_memory
 from accelerate_lshdp.cli.node_ranks import NodeRanks
 from accelerate_lshdp.cli.waiting_nodes import Meeting
@@ -96,7 +97,7 @@ def run_elastic(job: ElasticJob) -> int:
         0, the exit code of the script where it has failed first, or 128 + n after signal n.
     """
     with ExitStack() as stack:
-        bound, address = bound_socket(job.meeting, _say)  # first: while it waits for a network, nothing is to be left
+        bound, address = bound_socket(job.meeting, say)  # first: while it waits for a network, nothing is to be left
         memory = stack.enter_context(folder_in_memory())
         ranks = stack.enter_context(NodeRanks(job.script, job.arguments, memory))
         # Before the others hear of this node: they stop for it when they do.
@@ -167,13 +168,13 @@ class _Launcher:
         if view.failure is not None:
             self.ranks.kill()
             who, code = view.failure
-            _say(f"the script has failed on {who.name} with code {code}; the run ends")
+            say(f"the script has failed on {who.name} with code {code}; the run ends")
             return code
         if self.signalled:
             return self._leave(view)
         # Before this generation, or before this launcher was let in: nobody is any more.
         if view.ended_before or (view.node is None and view.has_ended):
-            _say("the training has ended on the other nodes")
+            say("the training has ended on the other nodes")
             self.ranks.kill()
             return 0
         if view.generation.number and view.generation != self.training:
@@ -201,7 +202,7 @@ class _Launcher:
         self.lost_at = None
         if view.node is None:
             if before is not None:
-                _say("this node was taken for lost, and the others went on; it joins them again")
+                say("this node was taken for lost, and the others went on; it joins them again")
                 shutil.rmtree(self.memory.state, ignore_errors=True)
                 self.training = None
                 with self.link.changing() as membership:
@@ -209,7 +210,7 @@ class _Launcher:
             return
         self.training = generation
         names = ", ".join(member.name for member in generation.members)
-        _say(f"generation {generation.number}: node {view.node} of {len(generation.members)} ({names})")
+        say(f"generation {generation.number}: node {view.node} of {len(generation.members)} ({names})")
         self.ranks.start([self._environment(generation, view.node, rank) for rank in range(self.job.ranks)])
         with self.link.changing() as membership:
             # The port of this generation's store may be in use when the next one begins.
@@ -278,7 +279,7 @@ class _Launcher:
             # A generation in which no step was made may have lost a node; several have not.
             self.untrained = 0 if self.memory.stepped(self.training.number).exists() else self.untrained + 1
             if self.untrained >= _UNTRAINED:
-                _say("the ranks do not reach each other: check with accelerate-lshdp doctor")
+                say("the ranks do not reach each other: check with accelerate-lshdp doctor")
                 return self._fail(FOLLOWS_ANOTHER)
             if len([at for at in self.deaths if self.lost_at - at < _DEATHS_SECONDS]) >= _DEATHS:
                 return self._fail(shell_code(killed[0]) if killed else FOLLOWS_ANOTHER)
@@ -292,7 +293,7 @@ class _Launcher:
 
     def _fail(self, code: int) -> int:
         """Ends the run for all."""
-        _say(f"the script has failed with code {code}; the run ends")
+        say(f"the script has failed with code {code}; the run ends")
         with self.link.changing() as membership:
             membership.status, membership.code = Status.FAILED, code
         self.ranks.kill()
@@ -317,7 +318,7 @@ class _Launcher:
             membership.status = Status.LEAVES
         if first:
             self.leaving_since = time.monotonic()
-            _say("this node leaves the run")
+            say("this node leaves the run")
         own = None if view.node is None else view.generation.members[view.node].identity
         if own is not None and view.generation.identities - {own} <= view.leaving:
             # All were told to end: a Trainer saves upon SIGTERM, all of its ranks the same step.
@@ -339,37 +340,33 @@ class _Launcher:
             if not view.generation.number:
                 expected = len(self.job.meeting.addresses)
                 others = f"; {', '.join(view.foreign)} with another script, other arguments or another plan"
-                _say(
+                say(
                     f"the run has not begun: {view.heard + 1} of {expected} nodes are there"
                     + (others if view.foreign else "")
                 )
             elif self.training is None:
                 deaf = ", ".join(member.name for member in view.deaf)
                 why = f"; {deaf} hear nothing of it: let UDP through to them" if deaf else ""
-                _say(f"waits to be let in by the {len(view.generation.members)} nodes that train{why}")
+                say(f"waits to be let in by the {len(view.generation.members)} nodes that train{why}")
         silent = {member.name: seconds for member, seconds in view.silent.items()}
         for name in silent.keys() - self.said_silent:
-            _say(f"nothing is heard of {name} for {silent[name]:.1f} s: it is off, frozen, or its network is down")
+            say(f"nothing is heard of {name} for {silent[name]:.1f} s: it is off, frozen, or its network is down")
         deaf = set() if view.node is None else {member.name for member in view.deaf}
         for name in deaf - self.said_silent:
-            _say(f"{name} does not hear this node, which hears it: a firewall or a route lets one direction through")
+            say(f"{name} does not hear this node, which hears it: a firewall or a route lets one direction through")
         members = {member.name for member in view.generation.members}
         for name in (self.said_silent - silent.keys() - deaf) & members:
-            _say(f"{name} is back")
+            say(f"{name} is back")
         self.said_silent = set(silent) | deaf
         away = len(self.said_silent)
         waits = bool(view.generation.number) and view.node is not None and away > 0 and not view.has_quorum
         if waits and not self.said_waiting:
             others = len(view.generation.members) - away
-            _say(
+            say(
                 f"found {others} of {len(view.generation.members)} nodes, which are too few to go on: others may train"
                 " without them. They keep their state and wait for the rest (elastic.on_partition)"
             )
         self.said_waiting = waits
-
-
-def _say(text: str) -> None:
-    print(f"accelerate-lshdp launch: {text}", file=sys.stderr, flush=True)
 
 
 def _bounds(text: str) -> tuple[int, int | None]:

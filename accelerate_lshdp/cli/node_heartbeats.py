@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from accelerate_lshdp.cli.messages import say
 from accelerate_lshdp.cli.seconds import seconds
 from accelerate_lshdp.cli.waiting_nodes import Meeting, has_started_ranks
 
@@ -38,9 +38,6 @@ def noticing_lost_nodes(arguments: argparse.Namespace, meeting: Meeting) -> Iter
     """Says while the block runs which nodes are silent, and ends this node's ranks when one is silent for long."""
     from accelerate_lshdp.runtime.heartbeats import Launcher, heartbeats
     from accelerate_lshdp.runtime.passed_signals import kill_ranks
-
-    def say(text: str) -> None:
-        print(f"accelerate-lshdp launch: {text}", file=sys.stderr, flush=True)
 
     launcher = Launcher(meeting.node, len(meeting.addresses), meeting.address, meeting.port)
     with heartbeats(
