@@ -28,6 +28,8 @@ class Network:
         self.started = [0] * count
         self.frozen: set[int] = set()
         self.off: set[int] = set()
+        #: Machines that nothing arrives at, though what they send does.
+        self.deaf: set[int] = set()
         self.cuts: set[frozenset[int]] = set()
         self._queue: list[tuple[float, int, int, Message]] = []
         self._sent = 0
@@ -65,7 +67,7 @@ class Network:
                 self.note(launcher)
 
     def send(self, sender: int, receiver: int, message: Message) -> None:
-        if frozenset((sender, receiver)) in self.cuts or self.draw.random() < self.loss:
+        if receiver in self.deaf or frozenset((sender, receiver)) in self.cuts or self.draw.random() < self.loss:
             return
         for _ in range(2 if self.draw.random() < self.loss else 1):  # datagrams may also come twice, and out of order
             self._sent += 1

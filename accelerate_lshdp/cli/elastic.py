@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from accelerate_lshdp.cli.elastic_meeting import bound_socket, new_member, port_of
+from accelerate_lshdp.cli.elastic_notices import ElasticNotices
 from accelerate_lshdp.cli.exit_codes import SIGNAL_BASE, shell_code
 from accelerate_lshdp.cli.messages import say
 from accelerate_lshdp.cli.node_memory import folder_in_memory
@@ -48,8 +49,6 @@ SAVE_SECONDS = 30.0
 END_SECONDS = 300.0
 #: Seconds until ranks that were lost, though all launchers are there, are started again.
 _REST_SECONDS = 0.5
-#: Seconds between two lines of a launcher that waits.
-_WAIT_SECONDS = 10.0
 #: A node whose ranks are killed so often in so many seconds has a fault of its own.
 _DEATHS, _DEATHS_SECONDS = 3, 600.0
 #: So many generations in a row that end without a step are no chance.
@@ -103,7 +102,7 @@ def run_elastic(job: ElasticJob) -> int:
         # Before the others hear of this node: they stop for it when they do.
         ranks.wait_until_ready()
         link = stack.enter_context(MembershipLink(_membership(job, address), bound))
-        launcher = _Launcher(job, memory, link, ranks)
+        launcher = _Launcher(job, memory, link, ranks, ElasticNotices(len(job.meeting.addresses), say))
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
                 number = getattr(signal, name)
@@ -135,17 +134,15 @@ class _Launcher:
     memory: NodeFolder
     link: MembershipLink
     ranks: NodeRanks
+    notices: ElasticNotices
     training: Generation | None = None
     signalled: int = 0
-    said_silent: set[str] = field(default_factory=set)
-    said_waiting: bool = False
     lost_at: float | None = None
     deaths: list[float] = field(default_factory=list)
     leaving_since: float = 0.0
     has_trained: bool = False
     began_at: float = field(default_factory=time.time)
     untrained: int = 0
-    waits_told_at: float = field(default_factory=time.monotonic)
 
     def note_signal(self, number: int, frame: FrameType | None) -> None:
         """Leaves the run in order; at once if it comes again."""
@@ -157,7 +154,7 @@ class _Launcher:
     def run(self) -> int:
         while True:
             view = self.link.view()
-            self._tell(view)
+            self.notices.tell(view, trains=self.training is not None)
             code = self._step(view)
             if code is not None:
                 return code
@@ -330,43 +327,6 @@ class _Launcher:
             return None
         self._end_ranks(in_order=own is None and self.lost_at is None)
         return SIGNAL_BASE + self.signalled
-
-    # What is said
-
-    def _tell(self, view: View) -> None:
-        now = time.monotonic()
-        if view.node is None and now > self.waits_told_at + _WAIT_SECONDS:
-            self.waits_told_at = now
-            if not view.generation.number:
-                expected = len(self.job.meeting.addresses)
-                others = f"; {', '.join(view.foreign)} with another script, other arguments or another plan"
-                say(
-                    f"the run has not begun: {view.heard + 1} of {expected} nodes are there"
-                    + (others if view.foreign else "")
-                )
-            elif self.training is None:
-                deaf = ", ".join(member.name for member in view.deaf)
-                why = f"; {deaf} hear nothing of it: let UDP through to them" if deaf else ""
-                say(f"waits to be let in by the {len(view.generation.members)} nodes that train{why}")
-        silent = {member.name: seconds for member, seconds in view.silent.items()}
-        for name in silent.keys() - self.said_silent:
-            say(f"nothing is heard of {name} for {silent[name]:.1f} s: it is off, frozen, or its network is down")
-        deaf = set() if view.node is None else {member.name for member in view.deaf}
-        for name in deaf - self.said_silent:
-            say(f"{name} does not hear this node, which hears it: a firewall or a route lets one direction through")
-        members = {member.name for member in view.generation.members}
-        for name in (self.said_silent - silent.keys() - deaf) & members:
-            say(f"{name} is back")
-        self.said_silent = set(silent) | deaf
-        away = len(self.said_silent)
-        waits = bool(view.generation.number) and view.node is not None and away > 0 and not view.has_quorum
-        if waits and not self.said_waiting:
-            others = len(view.generation.members) - away
-            say(
-                f"found {others} of {len(view.generation.members)} nodes, which are too few to go on: others may train"
-                " without them. They keep their state and wait for the rest (elastic.on_partition)"
-            )
-        self.said_waiting = waits
 
 
 def _bounds(text: str) -> tuple[int, int | None]:

@@ -42,12 +42,17 @@ class Hearing:
     Attributes:
         generation: the newest that this launcher knows.
         heard: of the other launchers of the run, by identity.
+        left_silent: members that the generation before had and this one has not, which this launcher did not hear
+            when it began, and for how many seconds it had not.
+        left_deaf: such members that it heard, and that did not hear it.
     """
 
     def __init__(self, me: Member, notice_seconds: float, now: float) -> None:
         self.me = me
         self.generation = NOBODY
         self.heard: dict[tuple[str, str], Heard] = {}
+        self.left_silent: dict[Member, float] = {}
+        self.left_deaf: list[Member] = []
         # The last message was sent up to one beat ago, and this launcher looks once a beat.
         self._allowed = max(BEAT_SECONDS, notice_seconds - BEAT_SECONDS)
         self._foreign: dict[str, float] = {}
@@ -77,6 +82,11 @@ class Hearing:
 
     def begin(self, generation: Generation, now: float) -> None:
         """A newer generation is in force."""
+        left = [each for each in self.others if each.identity not in generation.identities]
+        self.left_deaf = [each for each in left if self._is_heard(each, now) and self._deaf_since(each) is not None]
+        quiet = {each: now - self._heard_at(each) for each in left if each not in self.left_deaf}
+        # Others may have noticed it before this launcher would have: a message is missing already, then.
+        self.left_silent = {each: seconds for each, seconds in quiet.items() if seconds > BEAT_SECONDS}
         self.generation, self._since = generation, now
         for heard in self.heard.values():
             heard.deaf_since = None  # said of the generation before
@@ -193,6 +203,10 @@ class Hearing:
         return max(heard.at, self._since)
 
     def _is_deaf(self, member: Member, now: float) -> bool:
-        heard = self.heard.get(member.identity)
+        since = self._deaf_since(member)
         # Not at once: it may be this one that was frozen, and is heard again with its next message.
-        return heard is not None and heard.deaf_since is not None and now - heard.deaf_since > BEAT_SECONDS
+        return since is not None and now - since > BEAT_SECONDS
+
+    def _deaf_since(self, member: Member) -> float | None:
+        heard = self.heard.get(member.identity)
+        return None if heard is None else heard.deaf_since

@@ -31,6 +31,8 @@ class View:
         node: that this launcher is in it; None: none.
         silent: seconds for which members have not been heard of.
         deaf: members that are heard, and do not hear this launcher.
+        left_silent: members of the generation before that are none now, and for how many seconds they were silent.
+        left_deaf: such members that were heard, and did not hear this launcher.
         leaving: identities of launchers that were told to end.
         foreign: machines whose launchers are of another run.
         heard: other launchers of the run that are there, members or not.
@@ -44,6 +46,8 @@ class View:
     node: int | None
     silent: dict[Member, float]
     deaf: list[Member]
+    left_silent: dict[Member, float]
+    left_deaf: list[Member]
     leaving: frozenset[tuple[str, str]]
     foreign: list[str]
     heard: int
@@ -51,6 +55,25 @@ class View:
     failure: tuple[Member, int] | None
     has_ended: bool
     ended_before: bool
+
+    @classmethod
+    def of(cls, known: Membership, now: float) -> View:
+        """What a membership knows."""
+        return cls(
+            known.generation,
+            known.node,
+            known.hearing.silent(now),
+            known.hearing.deaf(now),
+            known.hearing.left_silent,
+            known.hearing.left_deaf,
+            known.leaving,
+            known.hearing.foreign(now),
+            known.hearing.launchers(now),
+            known.has_quorum(now),
+            known.failure(),
+            known.has_ended,
+            known.ended_before,
+        )
 
 
 class MembershipLink:
@@ -91,22 +114,8 @@ class MembershipLink:
 
     def view(self) -> View:
         """What is known now."""
-        now = time.monotonic()
         with self._lock:
-            known = self._membership
-            return View(
-                known.generation,
-                known.node,
-                known.hearing.silent(now),
-                known.hearing.deaf(now),
-                known.leaving,
-                known.hearing.foreign(now),
-                known.hearing.launchers(now),
-                known.has_quorum(now),
-                known.failure(),
-                known.has_ended,
-                known.ended_before,
-            )
+            return View.of(self._membership, time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """Waits until the generation changes, so many seconds at most."""
