@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ class StateKeeper:
         """The buffers of a model that checkpoints have. Their names are asked for once: most models have none."""
         if model not in self._buffer_names:
             self._buffer_names[model] = list(ModelTensors.of(model).buffers)
-        return [model.get_buffer(name) for name in self._buffer_names[model]]
+        return [attrgetter(name)(model) for name in self._buffer_names[model]]  # wrappers inside forward attributes
 
     # What the launcher says
 

@@ -102,7 +102,8 @@ def run_elastic(job: ElasticJob) -> int:
         # Before the others hear of this node: they stop for it when they do.
         ranks.wait_until_ready()
         link = stack.enter_context(MembershipLink(_membership(job, address), bound))
-        launcher = _Launcher(job, memory, link, ranks, ElasticNotices(len(job.meeting.addresses), say))
+        notices = ElasticNotices(len(job.meeting.addresses), job.plan.elastic.min_nodes, say)
+        launcher = _Launcher(job, memory, link, ranks, notices)
         for name in ("SIGTERM", "SIGINT", "SIGHUP"):
             if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
                 number = getattr(signal, name)
@@ -218,13 +219,21 @@ class _Launcher:
         if in_order and self.ranks.listen:
             self.ranks.tell(PAUSE)
             deadline = time.monotonic() + PAUSE_SECONDS
-            # Not longer than all are there: one that is lost now ends no step any more.
-            view = self.link.view()
-            while not (view.silent or view.deaf or self.ranks.wait(0.1)) and time.monotonic() < deadline:
-                view = self.link.view()
+            while self._all_are_there() and not self.ranks.wait(0.1) and time.monotonic() < deadline:
+                pass
         self.ranks.tell(KEEP)
         self.ranks.wait(KEEP_SECONDS if self.ranks.listen else 0.0)
         self.ranks.kill()
+
+    def _all_are_there(self) -> bool:
+        """Whether no node is lost whose ranks train with those of this one: without them a step does not end."""
+        view = self.link.view()
+        with self.link.changing() as membership:
+            own = membership.me.identity
+        # A member that is lost may be out, and silent no more, before this launcher has looked.
+        there = view.generation.identities | view.leaving | {own}
+        lost = self.training is not None and not self.training.identities <= there
+        return not (lost or view.silent or view.deaf)
 
     def _environment(self, generation: Generation, node: int, local_rank: int) -> dict[str, str]:
         sizes, first = generation.node_sizes, generation.members[0]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from accelerate_lshdp.runtime.membership.generation import Generation
+from accelerate_lshdp.runtime.membership.generation import Member
 from accelerate_lshdp.runtime.membership.link import View
 
 
@@ -21,27 +21,35 @@ class ElasticNotices:
 
     Args:
         nodes: of the command, with which the run begins.
+        min_nodes: fewer do not train.
         say: takes a line.
     """
 
     nodes: int
+    min_nodes: int
     say: Callable[[str], None]
     _silent: set[str] = field(default_factory=set)
     _is_waiting: bool = False
-    _generation: Generation | None = None
+    _left_out: set[Member] = field(default_factory=set)
     _waits_told_at: float = field(default_factory=time.monotonic)
 
     def tell(self, view: View, *, trains: bool) -> None:
-        """Says what is new in a view; `trains`: whether this launcher has been a member."""
+        """Says what is new in a view.
+
+        Args:
+            view: of now.
+            trains: whether this launcher is a member, or was one until the newest generation.
+        """
         self._tell_of_waiting(view, trains)
         self._tell_of_nodes(view)
-        away = len(self._silent)
-        waits = bool(view.generation.number) and view.node is not None and away > 0 and not view.has_quorum
+        members, away = len(view.generation.members), len(self._silent)
+        is_short = not view.has_quorum or members - away < self.min_nodes
+        waits = bool(view.generation.number) and view.node is not None and away > 0 and is_short
         if waits and not self._is_waiting:
-            others = len(view.generation.members) - away
+            why = "others may train without them" if not view.has_quorum else f"at least {self.min_nodes} are to train"
             self.say(
-                f"found {others} of {len(view.generation.members)} nodes, which are too few to go on: others may train"
-                " without them. They keep their state and wait for the rest (elastic.on_partition)"
+                f"found {members - away} of {members} nodes, which are too few to go on: {why}. They keep their state"
+                f" and wait for the rest (elastic.{'min_nodes' if view.has_quorum else 'on_partition'})"
             )
         self._is_waiting = waits
 
@@ -65,7 +73,7 @@ class ElasticNotices:
         members = {member.name for member in view.generation.members}
         silent = {member.name: seconds for member, seconds in view.silent.items()}
         deaf = set() if view.node is None else {member.name for member in view.deaf}
-        lost, lost_deaf = self._left_out(view)
+        lost, lost_deaf = self._newly_left_out(view)
         for name, seconds in {**lost, **silent}.items():
             if name not in self._silent:
                 self.say(f"nothing is heard of {name} for {seconds:.1f} s: it is off, frozen, or its network is down")
@@ -77,16 +85,18 @@ class ElasticNotices:
             self.say(f"{name} is back")
         self._silent = set(silent) | deaf
 
-    def _left_out(self, view: View) -> tuple[dict[str, float], set[str]]:
-        """Members that were silent, and ones that did not hear this node, until the newest generation began.
+    def _newly_left_out(self, view: View) -> tuple[dict[str, float], set[str]]:
+        """Members that were silent, and ones that did not hear this node, until a generation began without them.
 
         A quorum decides within milliseconds of when the first launcher has noticed, so that nobody may have looked in
         between.
         """
-        before, self._generation = self._generation, view.generation
-        if before is None or before == view.generation or view.node is None:
+        out = {*view.left_silent, *view.left_deaf} - self._left_out
+        self._left_out |= out
+        if view.node is None:
             return {}, set()
         # One that has come back at once is there; one that has said that it leaves is missed by nobody.
-        known = {member.name for member in view.generation.members} | {name for name, _ in view.leaving}
-        silent = {member.name: seconds for member, seconds in view.left_silent.items() if member.name not in known}
-        return silent, {member.name for member in view.left_deaf if member.name not in known}
+        there = {member.name for member in view.generation.members}
+        out = {member for member in out if member.name not in there and member.identity not in view.leaving}
+        silent = {member.name: view.left_silent[member] for member in out if member in view.left_silent}
+        return silent, {member.name for member in out if member in view.left_deaf}

@@ -8,12 +8,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from accelerate_lshdp.cli import messages
 from accelerate_lshdp.runtime.elastic_rank import NodeFolder, say
 from accelerate_lshdp.shim.warm_ranks import command
 
@@ -167,11 +167,9 @@ class NodeRanks:
         if "ready" in answer:
             self._is_ready = True
             if answer["threads"]:
-                print(
-                    f"accelerate-lshdp launch: a package that the script imports has started the threads"
-                    f" {answer['threads']}, so ranks are not forked, and take longer to start",
-                    file=sys.stderr,
-                    flush=True,
+                messages.say(
+                    f"a package that the script imports has started the threads {answer['threads']}, so ranks are not"
+                    " forked, and take longer to start"
                 )
                 self._end()
                 self._begin(None)

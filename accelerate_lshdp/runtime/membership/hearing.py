@@ -42,9 +42,9 @@ class Hearing:
     Attributes:
         generation: the newest that this launcher knows.
         heard: of the other launchers of the run, by identity.
-        left_silent: members that the generation before had and this one has not, which this launcher did not hear
-            when it began, and for how many seconds it had not.
-        left_deaf: such members that it heard, and that did not hear it.
+        left_silent: members that a generation has not any more, of which nothing had come for long when it began, and
+            for how many seconds.
+        left_deaf: such members that this launcher heard, and that did not hear it.
     """
 
     def __init__(self, me: Member, notice_seconds: float, now: float) -> None:
@@ -83,10 +83,13 @@ class Hearing:
     def begin(self, generation: Generation, now: float) -> None:
         """A newer generation is in force."""
         left = [each for each in self.others if each.identity not in generation.identities]
-        self.left_deaf = [each for each in left if self._is_heard(each, now) and self._deaf_since(each) is not None]
-        quiet = {each: now - self._heard_at(each) for each in left if each not in self.left_deaf}
-        # Others may have noticed it before this launcher would have: a message is missing already, then.
-        self.left_silent = {each: seconds for each, seconds in quiet.items() if seconds > BEAT_SECONDS}
+        deaf = [each for each in left if self._is_heard(each, now) and self._deaf_since(each) is not None]
+        quiet = {each: now - self._heard_at(each) for each in left if each not in deaf}
+        # Others may have noticed it up to a beat before this launcher would have.
+        enough = max(BEAT_SECONDS, self._allowed - BEAT_SECONDS)
+        # New ones: who has got the old ones may look at them still.
+        self.left_silent = {**self.left_silent, **{each: long for each, long in quiet.items() if long > enough}}
+        self.left_deaf = [*self.left_deaf, *deaf]
         self.generation, self._since = generation, now
         for heard in self.heard.values():
             heard.deaf_since = None  # said of the generation before
@@ -115,7 +118,9 @@ class Hearing:
 
     def silent(self, now: float) -> dict[Member, float]:
         """The members that have not been heard of, and for how many seconds."""
-        return {each: now - self._heard_at(each) for each in self.others if not self._is_heard(each, now)}
+        # Without the launcher that this machine had before, which has ended.
+        others = [each for each in self.others if each.name != self.me.name]
+        return {each: now - self._heard_at(each) for each in others if not self._is_heard(each, now)}
 
     def deaf(self, now: float) -> list[Member]:
         """The members that are heard, and say that they do not hear this launcher."""

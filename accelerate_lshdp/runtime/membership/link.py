@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from accelerate_lshdp.runtime.membership.generation import Generation, Member
+from accelerate_lshdp.runtime.membership.hearing import BEAT_SECONDS
 from accelerate_lshdp.runtime.membership.membership import Membership
 from accelerate_lshdp.runtime.membership.message import MESSAGE_BYTES, Message
 
@@ -31,7 +32,8 @@ class View:
         node: that this launcher is in it; None: none.
         silent: seconds for which members have not been heard of.
         deaf: members that are heard, and do not hear this launcher.
-        left_silent: members of the generation before that are none now, and for how many seconds they were silent.
+        left_silent: members of generations before that were out of the next one, of which nothing had come for long,
+            and for how many seconds.
         left_deaf: such members that were heard, and did not hear this launcher.
         leaving: identities of launchers that were told to end.
         foreign: machines whose launchers are of another run.
@@ -59,6 +61,8 @@ class View:
     @classmethod
     def of(cls, known: Membership, now: float) -> View:
         """What a membership knows."""
+        # Not later than it looks: if this process was frozen, what it has not heard meanwhile is not missing.
+        now = min(now, known.looked_at + 2 * BEAT_SECONDS)
         return cls(
             known.generation,
             known.node,

@@ -66,6 +66,7 @@ class Membership:
         hearing: which launchers hear each other.
         status: what this launcher says that it is about to do.
         lost_ranks: the generation whose ranks it says to have lost.
+        looked_at: when it has last looked at what it knows.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Membership:
         self._needed_since: float | None = None
         self._proposed_at = now
         self._beat_at = now
-        self._looked_at = now
+        self.looked_at = now
 
     @property
     def me(self) -> Member:
@@ -152,10 +153,10 @@ class Membership:
 
     def tick(self, now: float) -> list[tuple[tuple[str, int], Message]]:
         """Looks at what is known; returns the messages that are due, each with the address it goes to."""
-        stopped = now - self._looked_at
+        stopped = now - self.looked_at
         if stopped > 2 * BEAT_SECONDS:
             self.hearing.forgive(stopped)  # this process was frozen, or had no processor
-        self._looked_at = now
+        self.looked_at = now
         self._found(now)
         wanted = self._wanted(now)
         self._change(wanted, now)
