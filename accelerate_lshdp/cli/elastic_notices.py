@@ -61,7 +61,7 @@ class ElasticNotices:
         if not view.generation.number:
             others = f"; {', '.join(view.foreign)} with another script, other arguments or another plan"
             self.say(
-                f"the run has not begun: {view.heard + 1} of {self.nodes} nodes are there"
+                f"the run has not begun: {len(view.there) + 1} of {self.nodes} nodes are there"
                 + (others if view.foreign else "")
             )
         elif not trains:

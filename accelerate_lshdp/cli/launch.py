@@ -26,7 +26,8 @@ from accelerate_lshdp.cli.config import (
     make_layout,
     render_node,
 )
-from accelerate_lshdp.cli.elastic import ElasticJob, add_elastic_arguments, run_elastic
+from accelerate_lshdp.cli.elastic import add_elastic_arguments, run_elastic
+from accelerate_lshdp.cli.elastic_launcher import ElasticJob
 from accelerate_lshdp.cli.launch_config import read_launch_config
 from accelerate_lshdp.cli.launch_hosts import (
     Job,

@@ -182,6 +182,27 @@ def test_all_that_are_told_to_end_save_the_same_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_all_members_have_lost_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    """One that was a member before is on its way back, and knows that there was a run."""
+    expected = alone(tmp_path / "alone", TRAINER, 0, 20, 12)
+    script = TRAINER.replace('"save_strategy": "no"', '"save_strategy": "steps", "save_steps": 5')
+    with ElasticRun(tmp_path, 2, script, 0.05, 20, 6) as run:
+        run.wait_for("step 8 of 2", 0, 1)
+        run.send(1, signal.SIGSTOP)
+        run.wait_for(r"step \d+ of 1", 0)
+        run.send(1, signal.SIGCONT)
+        run.wait_for("was taken for lost", 1)
+        run.kill(0)
+        run.start(0)
+        assert run.end() == [0, 0], run.outputs
+        since = run.output(1).rpartition("generation ")[2]
+        steps = [int(line.split()[1]) for line in since.splitlines() if line.startswith("step ")]
+        assert steps == list(range(steps[0], 81)) and steps[0] > 1 and steps[0] % 5 == 1, run.outputs
+        assert "it goes on from checkpoint-" in run.output(0) + run.output(1), run.outputs
+        assert error(tmp_path, expected) < 1e-9
+
+
+@pytest.mark.slow
 def test_a_loop_that_does_not_load_is_told_to(tmp_path: Path) -> None:
     with ElasticRun(tmp_path, 3, LOOP, 0.1, 400, "does not", "now") as run:
         run.wait_for('"step": 10,', 0)

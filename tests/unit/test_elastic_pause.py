@@ -10,7 +10,8 @@ from typing import Any
 
 from launcher_network import Network, begun
 
-from accelerate_lshdp.cli.elastic import _Launcher
+from accelerate_lshdp.cli.elastic_launcher import ElasticLauncher
+from accelerate_lshdp.cli.elastic_notices import ElasticNotices
 from accelerate_lshdp.runtime.elastic_rank import KEEP, PAUSE
 from accelerate_lshdp.runtime.membership.link import View
 from accelerate_lshdp.runtime.membership.membership import Membership
@@ -61,7 +62,8 @@ def test_a_pause_ends_though_the_loss_was_decided_between_two_looks() -> None:
     network.run(1.0)
     assert network.together() and network.current(0).number == 2
     ranks = HangingRanks(network)
-    launcher = _Launcher(None, None, Link(network), ranks, None, training=before)
+    notices = ElasticNotices(3, 1, lambda line: None)
+    launcher = ElasticLauncher(None, None, Link(network), ranks, notices, training=before)
     launcher._end_ranks(in_order=True)
     assert network.members(0) == ["machine0", "machine1"]
     assert ranks.words == [PAUSE, KEEP] and ranks.waits == 2

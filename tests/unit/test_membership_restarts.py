@@ -142,5 +142,6 @@ def test_a_run_that_all_have_lost_is_founded_again() -> None:
     network.run(3)
     network.restart(0, 2)
     network.run(5)
-    assert network.together() and network.current(0).number == 1
+    # Not number 1: who had heard of the run has its ranks continue, from checkpoints.
+    assert network.together() and network.current(0).number == 2 and network.current(0).ranks_at_start == 3
     assert {member.incarnation for member in network.current(0).members} == {"start2"}

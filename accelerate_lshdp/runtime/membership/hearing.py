@@ -145,10 +145,6 @@ class Hearing:
         """Whether a launcher has been heard lately."""
         return now - heard.at <= self._allowed
 
-    def launchers(self, now: float) -> int:
-        """How many other launchers of this run are there."""
-        return sum(self.is_fresh(heard, now) for heard in self.heard.values())
-
     def foreign(self, now: float) -> list[str]:
         """The machines whose launchers are of another run: with another script, other arguments or another plan."""
         return sorted(name for name, at in self._foreign.items() if now - at <= self._allowed)

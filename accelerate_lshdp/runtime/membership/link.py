@@ -7,14 +7,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from accelerate_lshdp.runtime.membership.generation import Generation, Member
 from accelerate_lshdp.runtime.membership.hearing import BEAT_SECONDS
 from accelerate_lshdp.runtime.membership.membership import Membership
-from accelerate_lshdp.runtime.membership.message import MESSAGE_BYTES, Message
+from accelerate_lshdp.runtime.membership.message import MESSAGE_BYTES, Message, Status
 
 
 #: How often the membership is looked at while no message comes.
@@ -28,6 +28,7 @@ class View:
     """What is known at a moment.
 
     Args:
+        me: this launcher.
         generation: the newest.
         node: that this launcher is in it; None: none.
         silent: seconds for which members have not been heard of.
@@ -35,44 +36,60 @@ class View:
         left_silent: members of generations before that were out of the next one, of which nothing had come for long,
             and for how many seconds.
         left_deaf: such members that were heard, and did not hear this launcher.
-        leaving: identities of launchers that were told to end.
+        last: what other launchers of the run have said last, by identity, members or not.
+        there: identities of those of them that were heard lately.
         foreign: machines whose launchers are of another run.
-        heard: other launchers of the run that are there, members or not.
         has_quorum: whether the members that are there may decide.
         failure: a launcher on which the script has failed, and its exit code.
         has_ended: whether the training has ended on some member.
         ended_before: whether it had before this generation, whose ranks have nothing to do then.
     """
 
+    me: Member
     generation: Generation
     node: int | None
     silent: dict[Member, float]
     deaf: list[Member]
     left_silent: dict[Member, float]
     left_deaf: list[Member]
-    leaving: frozenset[tuple[str, str]]
+    last: Mapping[tuple[str, str], Message]
+    there: frozenset[tuple[str, str]]
     foreign: list[str]
-    heard: int
     has_quorum: bool
     failure: tuple[Member, int] | None
     has_ended: bool
     ended_before: bool
+
+    @property
+    def leaving(self) -> frozenset[tuple[str, str]]:
+        """Identities of launchers that were told to end."""
+        return self._that_say(Status.LEAVES, Status.LEFT)
+
+    @property
+    def left(self) -> frozenset[tuple[str, str]]:
+        """Identities of those of them whose ranks have ended."""
+        return self._that_say(Status.LEFT)
+
+    def _that_say(self, *statuses: Status) -> frozenset[tuple[str, str]]:
+        return frozenset(key for key, message in self.last.items() if message.status in statuses)
 
     @classmethod
     def of(cls, known: Membership, now: float) -> View:
         """What a membership knows."""
         # Not later than it looks: if this process was frozen, what it has not heard meanwhile is not missing.
         now = min(now, known.looked_at + 2 * BEAT_SECONDS)
+        heard = known.hearing.heard
         return cls(
+            known.me,
             known.generation,
             known.node,
             known.hearing.silent(now),
             known.hearing.deaf(now),
             known.hearing.left_silent,
             known.hearing.left_deaf,
-            known.leaving,
+            {key: its.message for key, its in heard.items()},
+            frozenset(key for key, its in heard.items() if known.hearing.is_fresh(its, now)),
             known.hearing.foreign(now),
-            known.hearing.launchers(now),
             known.has_quorum(now),
             known.failure(),
             known.has_ended,

@@ -25,7 +25,7 @@ from accelerate_lshdp.runtime.membership.message import Message, Status
 QUICK_BEAT_SECONDS = 0.1
 #: Seconds for which a launcher that has joined is waited for, so that several that come together come in one change.
 TOGETHER_SECONDS = 1.0
-#: Seconds for which a launcher that leaves is still a member.
+#: Seconds for which launchers that leave are still members, since the last of them was told to.
 GRACE_SECONDS = 2.0
 #: Seconds for which a launcher listens before it founds a run, as there may be one that does not hear of it at once.
 LISTENING_SECONDS = 2.0
@@ -120,6 +120,12 @@ class Membership:
         self.hearing.me, self.status, self.lost_ranks = me, Status.JOINS, 0
         self._decree, self._heard_of = None, NO_BALLOT
 
+    def say(self, status: Status, *, code: int = 0, ended_in: int = 0) -> None:
+        """Says from now on, and at once, what this launcher is about to do: see `Message` for the arguments."""
+        if (status, code, ended_in) != (self.status, self.code, self.ended_in):
+            self.status, self.code, self.ended_in = status, code, ended_in
+            self._beat_at = self.looked_at
+
     def choose_store_port(self, port: int) -> None:
         """The port for the store of the next generation whose first member this launcher is."""
         self.hearing.me = at_port(self.me, port)
@@ -157,7 +163,11 @@ class Membership:
         if stopped > 2 * BEAT_SECONDS:
             self.hearing.forgive(stopped)  # this process was frozen, or had no processor
         self.looked_at = now
+        if self.status is Status.LEFT:
+            return self.farewell(now)
         self._found(now)
+        if self.status is Status.LEAVES:
+            self._leaving.setdefault(self.me.identity, now)
         wanted = self._wanted(now)
         self._change(wanted, now)
         self._take_decided(now)
@@ -182,7 +192,7 @@ class Membership:
         if message.run != self._run:
             self.hearing.take_foreign(message, now)
             return
-        if message.sender.identity == self.me.identity:
+        if message.sender.identity == self.me.identity or self.status is Status.LEFT:
             return
         key = message.sender.identity
         # A machine has one launcher at this address: one that has started anew is proof that the one before has ended.
@@ -192,8 +202,10 @@ class Membership:
                 self._gone |= self._of_machine(key) & self.generation.identities
             if key not in self.hearing.heard:
                 self._replaced |= self._of_machine(key) & self.hearing.heard.keys()
-        if message.status is Status.LEAVES:
+        if message.status in (Status.LEAVES, Status.LEFT):
             self._leaving.setdefault(key, now)
+        if message.status is Status.LEFT:
+            self._gone.add(key)
         self.hearing.take(message, now)
         theirs = message.generation
         if self._is_newer(theirs):
@@ -227,14 +239,19 @@ class Membership:
             first = first[: self.rules.max_nodes]
             # Above that of a run that was lost also where this machine's clock was set back.
             origin = max(self._origin, f"{self.generation.origin}+")
-            self._take(Generation(1, tuple(first), sum(member.ranks for member in first), origin), now)
+            # Not number 1 where there was a run: it goes on, from its checkpoints.
+            ranks = self.generation.ranks_at_start or sum(member.ranks for member in first)
+            self._take(Generation(self.generation.number + 1, tuple(first), ranks, origin), now)
 
     def _wanted(self, now: float) -> Generation | None:
         """The generation that should follow; None: this one is as it should be, or none can follow now."""
         if self.node is None or self.has_ended or self.failure() is not None:
             return None
-        staying = [member for member in map(self._as_heard, self.generation.members) if self._stays(member, now)]
+        present = [self._as_heard(member) for member in self.hearing.present(now)]
+        staying = [member for member in present if not self._leaves(member, now)]
         coming = self._joiners(now)
+        if all(member.identity in self._leaving for member in present):
+            staying, coming = present, []  # they save together, and the run ends
         names = {member.name for member in coming}
         # Who comes back anew has lost what it was before.
         staying = [member for member in staying if member.name not in names]
@@ -246,11 +263,6 @@ class Membership:
         if len(members) < self.rules.min_nodes or not self.has_quorum(now):
             return None
         return self.generation.next_with(members, after_lost=not self._is_quorum(now))
-
-    @property
-    def leaving(self) -> frozenset[tuple[str, str]]:
-        """Identities of the launchers that were told to end."""
-        return frozenset(key for key, heard in self.hearing.heard.items() if heard.message.status is Status.LEAVES)
 
     def has_quorum(self, now: float) -> bool:
         """Whether the members that are there may decide."""
@@ -279,12 +291,9 @@ class Membership:
         number = self.generation.number
         return self.lost_ranks == number or any(h.message.lost_ranks == number for h in self.hearing.of_members)
 
-    def _stays(self, member: Member, now: float) -> bool:
-        if member.identity == self.me.identity and self.status is Status.LEAVES:
-            self._leaving.setdefault(member.identity, now)
-        # After a while: where all are told to end, none is to be left out before the others have heard of it.
-        leaves = member.identity in self._leaving and now - self._leaving[member.identity] > GRACE_SECONDS
-        return not leaves and self.hearing.is_present(member, now)
+    def _leaves(self, member: Member, now: float) -> bool:
+        # Not at once: where all are told to end, one after the other, none is to be left out.
+        return member.identity in self._leaving and now - max(self._leaving.values()) > GRACE_SECONDS
 
     def _as_heard(self, member: Member) -> Member:
         """The member with the port that it has said last: that of an earlier generation may be in use still."""

@@ -21,6 +21,7 @@ class Status(str, Enum):
     JOINS = "joins"  # it is ready to be a member
     RUNS = "runs"  # it is a member; or was one, and has its ranks still
     LEAVES = "leaves"  # it was told to end
+    LEFT = "left"  # it has ended its ranks, decides on nothing more, and ends
     ENDED = "ended"  # its ranks have ended well
     FAILED = "failed"  # the script has failed on it
 
@@ -39,7 +40,7 @@ class Message:
         coming: identities of launchers that it hears say that they are ready to join.
         lost_ranks: the number of the generation whose ranks it has lost or had to end; 0: none.
         code: the exit code of a script that has failed.
-        ended_in: the number of the generation in which the training has ended on it; 0: it has not.
+        ended_in: the number of the generation whose ranks have ended on it, well or because it has left; 0: of none.
     """
 
     run: str
