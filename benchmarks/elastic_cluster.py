@@ -129,6 +129,7 @@ class ElasticCluster:
         self._script = ["train.py", str(steps), str(BATCH_SIZE), str(save_every)]
         (folder / "train.py").write_text(TRAIN)
         self.launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._started_at: dict[int, float] = {}
         self._seen, self._newest = [0] * self.nodes, (0, "")
         for node in range(self.nodes):
             self.start(node)
@@ -146,6 +147,7 @@ class ElasticCluster:
             "SAMPLE_SECONDS": str(SAMPLE_SECONDS[node]),
             "CHECKPOINTS": str(self.folder / f"checkpoints{node}"),
         }
+        self._started_at[node] = time.time()
         with (self.folder / f"output{node}").open("a") as file:
             self.launchers[node] = self.cluster.popen(
                 node, command, cwd=self.folder, env=environment, stdout=file, stderr=file
@@ -163,11 +165,18 @@ class ElasticCluster:
         """Bytes that a node has told so far."""
         return (self.folder / f"output{node}").stat().st_size
 
-    def last_step_at(self, node: int) -> float:
-        """When a node has made its last step; 0: it has made none lately."""
+    def last_step(self, node: int) -> tuple[int, float]:
+        """The last step that a node has made, and when; 0: it has made none lately."""
         text = self.output(node, max(0, self.told_bytes(node) - 2000))
-        found = re.findall(r"^step \d+ at ([\d.]+)$", text, re.MULTILINE)
-        return float(found[-1]) if found else 0.0
+        found = re.findall(r"^step (\d+) at ([\d.]+)$", text, re.MULTILINE)
+        return (int(found[-1][0]), float(found[-1][1])) if found else (0, 0.0)
+
+    def with_newest_state(self) -> set[int]:
+        """The nodes that have made the newest step, or that before it, since they were started."""
+        made = {node: self.last_step(node) for node in range(self.nodes)}
+        made = {node: (step, at) for node, (step, at) in made.items() if at > self._started_at[node]}
+        newest, _ = max(made.values(), key=lambda each: each[1], default=(0, 0.0))
+        return {node for node, (step, _) in made.items() if step >= newest - 1}
 
     def steps(self, node: int) -> list[tuple[int, float]]:
         """The steps that a node has made, and when."""

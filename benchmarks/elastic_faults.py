@@ -10,8 +10,8 @@ Nodes are killed, switched off (the link is cut before), frozen, cut off from ea
 ranks are killed; two nodes are lost at once; a node is lost while checkpoints are saved, or while another one joins.
 Each run has to end with the parameters and the learning rate of one process that trains the same steps. For each fault
 it prints after how many seconds the first of the others had noticed it, and after how many they trained on; and in the
-end how many steps were lost beside those that were under way. With several ranks a node, these share its parameters,
-and keep their state together.
+end how many steps were lost beside those that were under way, apart for runs in which a fault has ended all nodes that
+had the newest state. With several ranks a node, these share its parameters, and keep their state together.
 
 With ``--minutes`` there is one run with a fault every minute, of one node at a time, and it prints the part that was
 trained of what the nodes that were there could have trained. It needs root.
@@ -38,6 +38,8 @@ STEPS, SAVE_EVERY = 1200, 40
 KINDS = ("kill", "power", "freeze", "partition", "rank", "leave", "two", "save", "join")
 #: Of which the loss of a node has to be noticed by silence.
 SILENT = ("kill", "power", "freeze", "partition", "save", "join")
+#: Of which nodes lose what they have in memory.
+ENDS = ("kill", "power", "rank", "two", "save", "join")
 #: Of one node, which the others can do without.
 SINGLE = ("kill", "power", "freeze", "rank", "leave")
 
@@ -57,6 +59,7 @@ class Faults:
         waited: the same from when those that were lost were there again, where the others had to wait for them.
         missed: how many of the faults were of members.
         stood_still: how many of the faults nobody trained on after, while the benchmark waited.
+        ended_all: how many of the faults have ended all nodes that had the newest state.
         presence: when nodes were lost (False) and there again (True).
     """
 
@@ -68,7 +71,7 @@ class Faults:
         self.noticed: list[float] = []
         self.went_on: list[float] = []
         self.waited: list[float] = []
-        self.missed = self.stood_still = 0
+        self.missed = self.stood_still = self.ended_all = 0
         self.presence: list[tuple[float, int, bool]] = []
 
     def happen(self, kind: str) -> None:
@@ -90,6 +93,7 @@ class Faults:
         number, members = run.newest()
         may_go_on = run.may_go_on_without(lost)
         marks = [run.told_bytes(each) for each in range(COUNT)]
+        self.ended_all += kind in ENDS and run.with_newest_state() <= lost
         began = time.time()
         self._lose(kind, lost)
         if kind == "save":
@@ -172,7 +176,7 @@ class Faults:
         changed_at, run = time.time(), self._run
 
         def go_on() -> bool:
-            return any(run.last_step_at(each) > changed_at for each in range(COUNT))
+            return any(run.last_step(each)[1] > changed_at for each in range(COUNT))
 
         return time.time() - began if run.wait(go_on, 60) else None
 
@@ -214,7 +218,7 @@ class Faults:
 def disturbed(arguments: argparse.Namespace) -> int:
     """Several runs with several faults each; returns 1 if one was not exact."""
     draw = random.Random(arguments.seed)
-    bad = faults = missed = stood_still = lost = 0
+    bad = faults = missed = stood_still = lost = ended_all = lost_with_all = 0
     noticed: list[float] = []
     went_on: list[float] = []
     waited: list[float] = []
@@ -236,9 +240,12 @@ def disturbed(arguments: argparse.Namespace) -> int:
             apart = difference(Path(folder), expected)
             bad += apart >= TOLERANCE
             word = "exact" if apart < TOLERANCE else "WRONG"
-            lost += run.steps_lost()
+            lost += 0 if happened.ended_all else run.steps_lost()
+            lost_with_all += run.steps_lost() if happened.ended_all else 0
+            ended_all += happened.ended_all
             print(f"run {number}: {word} ({apart:.1e}), codes {codes}: {', '.join(happened.told)}", flush=True)
-            if apart >= TOLERANCE or any(codes) or happened.stood_still:
+            is_odd = run.steps_lost() > 0 and not happened.ended_all
+            if apart >= TOLERANCE or any(codes) or happened.stood_still or is_odd:
                 for node in range(COUNT):
                     print(f"--- node {node}\n{run.output(node)[-30000:]}", flush=True)
             missed += happened.missed
@@ -248,6 +255,9 @@ def disturbed(arguments: argparse.Namespace) -> int:
             waited += happened.waited
     of_members = f"{faults} faults, {missed} of them of members"
     print(f"{arguments.runs} runs, {of_members}; {bad} runs that are not exact, {lost} steps lost")
+    if ended_all:
+        ends = f"{ended_all} faults have ended all nodes that had the newest state"
+        print(f"{ends}: {lost_with_all} more steps lost in those runs, back to what other nodes or checkpoints had")
     print(f"after {stood_still} faults nobody trained on for 40 s or longer")
     had_to_wait = "trained on once those were back for whom they had to wait"
     for what, seconds in (("noticed", noticed), ("trained on", went_on), (had_to_wait, waited)):
