@@ -353,7 +353,7 @@ class StateKeeper:
 
     @property
     def since(self) -> float:
-        """Seconds since the epoch at which the run was founded."""
+        """Seconds since the epoch at which this node's launcher began: see `ElasticRank`."""
         return self._rank.since
 
     def bring(self, layout: NodeLayout) -> Path | None:

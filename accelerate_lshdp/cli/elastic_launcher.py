@@ -331,8 +331,9 @@ class ElasticLauncher:
         self._ending_since = None
         if self._own_failure is not None:
             return self._fail(self._own_failure)
-        if view.leaving != self._others_leaving:
-            self._leaving_since, self._others_leaving = time.monotonic(), view.leaving
+        others = view.leaving & view.generation.identities
+        if others != self._others_leaving:
+            self._leaving_since, self._others_leaving = time.monotonic(), others
         if view.node is not None and time.monotonic() - self._leaving_since < self._patience(view):
             return None
         if self.training is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launcher_network import Network, begun
@@ -190,6 +191,43 @@ def test_who_leaves_is_out_and_who_has_ended_changes_nothing() -> None:
     assert network.current(1).number == 2 and network.launchers[1].has_ended
 
 
+def test_who_has_left_is_in_no_generation_any_more() -> None:
+    network = begun(3, 6)
+    network.launchers[2].say(Status.LEAVES)
+    network.run(0.3)
+    network.launchers[2].say(Status.LEFT, ended_in=1)
+    network.run(0.3)
+    network.launchers[1].lost_ranks = 1
+    network.run(0.3)
+    assert network.members(0) == ["machine0", "machine1"] and network.current(0).number == 2
+
+
+@pytest.mark.parametrize(("count", "leavers"), [(2, [0]), (3, [1, 2]), (3, [0, 1])])
+def test_who_has_left_is_not_waited_for(count: int, leavers: list[int]) -> None:
+    network = begun(count, 6)
+    for machine in leavers:
+        network.launchers[machine].say(Status.LEAVES)
+        network.run(0.5)
+        network.launchers[machine].say(Status.LEFT, ended_in=1)
+        network.run(0.5)
+        network.off.add(machine)
+    network.run(3)
+    [left] = set(range(count)) - set(leavers)
+    assert network.members(left) == [f"machine{left}"] and network.launchers[left].has_quorum(network.now)
+
+
+def test_launchers_that_are_no_members_do_not_hold_up_one_that_leaves() -> None:
+    network = begun(4, 6)
+    network.launchers[2].say(Status.LEAVES)
+    for _ in range(4):
+        network.restart(3)
+        network.run(0.4)
+        network.launchers[3].say(Status.LEAVES)
+        network.run(0.6)
+        network.off.add(3)
+    assert "machine2" not in network.members(0)
+
+
 def test_lost_ranks_make_a_new_generation_of_the_same_members() -> None:
     network = begun(3, 7)
     network.launchers[1].lost_ranks = 1
@@ -240,9 +278,17 @@ def test_whatever_happens_all_agree_and_come_together_again(count: int, seed: in
     draw = network.draw
     network.run(5)
     for _ in range(8):
-        event = draw.choice(["split", "heal", "freeze", "thaw", "off", "on", "ranks", "wait"])
+        event = draw.choice(["split", "heal", "freeze", "thaw", "off", "on", "ranks", "leaves", "left", "wait"])
         machine = draw.randrange(count)
-        if event == "split":
+        if event == "leaves" and machine not in network.frozen | network.off:
+            network.launchers[machine].say(Status.LEAVES)
+        elif event == "left":
+            for each in range(count):
+                if network.launchers[each].status is Status.LEAVES and each not in network.frozen | network.off:
+                    network.launchers[each].say(Status.LEFT)
+                    network.run(draw.uniform(0, 0.5))
+                    network.off.add(each)
+        elif event == "split":
             part = {m for m in range(count) if draw.random() < 0.5}
             network.split(part, set(range(count)) - part)
         elif event == "heal":
@@ -262,7 +308,8 @@ def test_whatever_happens_all_agree_and_come_together_again(count: int, seed: in
     assert network.contradictions == []
     network.split(set(range(count)))
     network.frozen.clear()
-    for machine in list(network.off):
+    told = {machine for machine, launcher in enumerate(network.launchers) if launcher.status is Status.LEAVES}
+    for machine in list(network.off | told):
         network.off.discard(machine)
         network.launchers[machine] = network.start(machine)
     for _ in range(8):

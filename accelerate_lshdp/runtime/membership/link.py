@@ -120,6 +120,9 @@ class MembershipLink:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         self._thread.join()
+        # It decides on nothing more, and its ranks have ended.
+        if self._membership.status is Status.LEAVES:
+            self._membership.say(Status.LEFT)
         for _ in range(_FAREWELLS):
             with self._lock:
                 messages = self._membership.farewell(time.monotonic())

@@ -90,6 +90,7 @@ class Membership:
         self._founders = founders
         self._origin = origin
         self._leaving: dict[tuple[str, str], float] = {}
+        self._left: set[tuple[str, str]] = set()
         self._gone: set[tuple[str, str]] = set()
         self._replaced: set[tuple[str, str]] = set()
         self._decree: Decree | None = None
@@ -205,6 +206,7 @@ class Membership:
         if message.status in (Status.LEAVES, Status.LEFT):
             self._leaving.setdefault(key, now)
         if message.status is Status.LEFT:
+            self._left.add(key)
             self._gone.add(key)
         self.hearing.take(message, now)
         theirs = message.generation
@@ -247,7 +249,7 @@ class Membership:
         """The generation that should follow; None: this one is as it should be, or none can follow now."""
         if self.node is None or self.has_ended or self.failure() is not None:
             return None
-        present = [self._as_heard(member) for member in self.hearing.present(now)]
+        present = [self._as_heard(member) for member in self._present(now)]
         staying = [member for member in present if not self._leaves(member, now)]
         coming = self._joiners(now)
         if all(member.identity in self._leaving for member in present):
@@ -266,13 +268,17 @@ class Membership:
 
     def has_quorum(self, now: float) -> bool:
         """Whether the members that are there may decide."""
-        present = {each.identity for each in self.hearing.present(now)}
+        present = {each.identity for each in self._present(now)}
         return self._is_quorum(now) or self.generation.are_all_left(present, self._gone)
 
     def _is_quorum(self, now: float) -> bool:
         """Whether the members that are there are a quorum; launchers that have ended count as missing."""
-        present = {each.identity for each in self.hearing.present(now)}
+        present = {each.identity for each in self._present(now)}
         return self.generation.is_quorum(present, any_part=self.rules.any_part)
+
+    def _present(self, now: float) -> list[Member]:
+        """The members that are there and decide."""
+        return [each for each in self.hearing.present(now) if each.identity not in self._left]
 
     def _joiners(self, now: float) -> list[Member]:
         """Launchers that are ready to join, once none has just come."""
@@ -293,7 +299,8 @@ class Membership:
 
     def _leaves(self, member: Member, now: float) -> bool:
         # Not at once: where all are told to end, one after the other, none is to be left out.
-        return member.identity in self._leaving and now - max(self._leaving.values()) > GRACE_SECONDS
+        told = [at for key, at in self._leaving.items() if key in self.generation.identities]
+        return member.identity in self._leaving and now - max(told) > GRACE_SECONDS
 
     def _as_heard(self, member: Member) -> Member:
         """The member with the port that it has said last: that of an earlier generation may be in use still."""
@@ -313,7 +320,7 @@ class Membership:
             return
         if self._needed_since is None:
             self._needed_since, self._proposed_at = now, -1e9
-        turn = [each.identity for each in self.hearing.present(now)].index(self.me.identity)
+        turn = [each.identity for each in self._present(now)].index(self.me.identity)
         is_due = now - self._needed_since >= turn * PATIENCE_SECONDS
         # Others that propose at the same time are given way to by waiting for longer, each for another time. What is
         # not wanted any more is not waited for: one of its members may be lost.
