@@ -28,6 +28,7 @@ from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER
 from accelerate_lshdp.runtime.membership.generation import Member
 from accelerate_lshdp.runtime.membership.link import View
 from accelerate_lshdp.runtime.membership.membership import Membership, Rules
+from accelerate_lshdp.runtime.membership.message import Status
 
 
 SIGTERM = 15
@@ -48,6 +49,8 @@ class SimulatedRun(Network):
         start_seconds: that ranks take until they train.
         after_step: seconds that follow a step after which ranks leave, as of an evaluation.
         last_save: seconds for which the first rank saves after the last step.
+        stop_save: seconds for which it saves upon a signal, the others half as long.
+        save_code: with which ranks end then.
         has_last_step: whether the next step is the last one.
         codes: of launchers that have ended, by machine.
         saved: the machines whose ranks have saved a step upon a signal, for each such step.
@@ -69,6 +72,7 @@ class SimulatedRun(Network):
         self._folder = folder
         self._present = count if present is None else present
         self.start_seconds, self.after_step, self.last_save = 1.0, 0.0, 0.0
+        self.stop_save, self.save_code = 1.0, 0
         self.has_last_step = False
         self.codes: dict[int, int] = {}
         self.saved: list[frozenset[int]] = []
@@ -177,6 +181,8 @@ class SimulatedRun(Network):
                         self.codes[machine] = turn.code
                         # Its ranks end with it, and its farewells take half a second.
                         self.programs[machine].ranks.kill()
+                        if self.launchers[machine].status is Status.LEAVES:
+                            self.launchers[machine].say(Status.LEFT)
                         self._ends.append((self.now + 0.5, machine, self.started[machine]))
             for at, machine, start in list(self._ends):
                 if at <= self.now and self.started[machine] == start:
@@ -269,8 +275,8 @@ class Group:
         now = self.run.now
         living = [each for each in self.ranks.values() if not each.codes]
         for each in living:
-            if each.saves_until is not None and now >= each.saves_until:
-                each.codes.append(0)
+            if each.saves_until is not None and now >= each.saves_until and each.is_alive:
+                each.codes.append(each.saves_with)
         codes = [code for each in self.ranks.values() for code in each.codes]
         if any(codes):
             for each in living:  # its connections have ended
@@ -284,7 +290,7 @@ class Group:
                 for each in living:
                     each.codes.append(KEPT)
             return
-        if len(living) < self.size or any(now < each.trains_from for each in living):
+        if len(living) < self.size or any(now < each.trains_from or each.saves_until is not None for each in living):
             return
         self.has_stepped_at = now
         self.run.steps += 1
@@ -293,7 +299,8 @@ class Group:
         if any(each.has_handled for each in living):
             self.run.saved.append(frozenset(self.ranks))
             for each in living:
-                each.codes.append(0)
+                each.saves_until = now + self.run.stop_save * (1.0 if each.rank == 0 else 0.5)
+                each.saves_with = self.run.save_code
         elif self.run.has_last_step:
             for each in living:
                 each.saves_until = now + (self.run.last_save if each.rank == 0 else 0.0)
@@ -316,6 +323,7 @@ class Ranks:
     has_to_pause: bool = False
     has_handled: bool = False
     saves_until: float | None = None
+    saves_with: int = 0
     group: Group | None = None
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> None:
@@ -326,7 +334,13 @@ class Ranks:
         key = f"{told['origin']}{environment['MASTER_ADDR']}", told["generation"]
         # A rank object of its own in the group: this one is used again.
         self.__dict__.update(
-            count=1, codes=[], generation=told["generation"], has_to_pause=False, has_handled=False, saves_until=None
+            count=1,
+            codes=[],
+            generation=told["generation"],
+            has_to_pause=False,
+            has_handled=False,
+            saves_until=None,
+            saves_with=0,
         )
         self.rank = int(environment["RANK"])
         self.trains_from = self.run.now + self.run.start_seconds
@@ -390,4 +404,3 @@ class Ended:
 
     codes: list[int]
     is_alive: bool = True
-    saves_until: float | None = None

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -37,7 +37,7 @@ _LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 600.0
 #: Seconds that they have to write what they keep.
 KEEP_SECONDS = 60.0
-#: Seconds that they have to train again, and then to save, when all nodes are told to end.
+#: Seconds that they have to save when all nodes are told to end.
 SAVE_SECONDS = 30.0
 #: Seconds for which a launcher whose ranks have ended well is there for those of others.
 END_SECONDS = 300.0
@@ -188,9 +188,11 @@ class ElasticLauncher:
                 self.notices.tell(view, trains=True)
                 if self.signalled:
                     self._say_that_it_leaves()  # others may be told to end, too
+                if view.failure is not None:
+                    break
                 if self._has_ended_elsewhere(view):
                     continue  # these end as well, and may save what they have trained still
-                if view.failure is not None or not self._all_are_there(view) or time.monotonic() > deadline:
+                if not self._all_are_there(view) or time.monotonic() > deadline:
                     break
         self.ranks.tell(KEEP)
         self.ranks.wait(KEEP_SECONDS if self.ranks.listen else 0.0)
@@ -348,26 +350,46 @@ class ElasticLauncher:
 
     def _patience(self, view: View) -> float:
         """Seconds for which a launcher that leaves waits until the others have decided to go on without it."""
-        missing = {member.identity for member in [*view.silent, *view.deaf]} | {view.me.identity}
-        left = view.generation.identities - view.leaving - missing
-        can_go_on = view.has_quorum and len(left) >= self.job.plan.elastic.min_nodes
+        staying = self._heard(view) - view.leaving - {view.me.identity}
         # They may be about to be told to end, too.
-        return PAUSE_SECONDS if can_go_on else GRACE_SECONDS + 1.0
+        return PAUSE_SECONDS if self._can_go_on(view, staying) else GRACE_SECONDS + 1.0
+
+    def _heard(self, view: View) -> frozenset[tuple[str, str]]:
+        """Identities of the members that are there."""
+        return view.generation.identities - {member.identity for member in [*view.silent, *view.deaf]} - view.left
+
+    def _can_go_on(self, view: View, members: Collection[tuple[str, str]]) -> bool:
+        """Whether those that are there may decide that these members train."""
+        return view.has_quorum and len(members) >= self.job.plan.elastic.min_nodes
 
     def _end_with_all(self, view: View) -> int | None:
-        """All nodes were told to end: a Trainer saves upon SIGTERM, all of its ranks the same step."""
+        """All nodes were told to end: a Trainer saves upon SIGTERM, all of its ranks the same step.
+
+        What was kept for a generation that has just begun, or is about to, is in no checkpoint before it trains.
+        """
+        if view.generation != self.training:
+            code, self._ending_since = self._follow(view), None
+            return code
         if self._ending_since is None:
             self._ending_since = time.monotonic()
-        if time.monotonic() - self._ending_since < SAVE_SECONDS:
-            # What was kept for a generation that has just begun, or is about to, is in no checkpoint before it trains.
-            if view.generation != self.training:
-                return self._follow(view)
+        are_all_there = view.generation.identities <= self._heard(view)
+        if time.monotonic() - self._ending_since < PAUSE_SECONDS:
             if any(self.ranks.codes):
-                return self._look_at_ranks(view)
+                if self._can_go_on(view, self._heard(view)):
+                    return self._look_at_ranks(view)
             # Before their first step ranks may not know what to do upon a signal.
-            if view.generation.number > 1 and not self._has_stepped:
-                return None
+            elif view.generation.number > 1 and not self._has_stepped:
+                if are_all_there or self._can_go_on(view, self._heard(view)):
+                    return None
         self.ranks.signal(self.signalled)
-        self.ranks.wait(SAVE_SECONDS)
+        deadline = time.monotonic() + SAVE_SECONDS
+        while not self.ranks.wait(_LOOK_SECONDS) and time.monotonic() < deadline:
+            now = self.link.view()
+            if now.node is not None and now.generation != self.training and not self._all_are_there(now):
+                return None  # ranks hang, as those of another node were lost: who is left saves
         self.ranks.kill()
+        with self.link.changing() as membership:
+            membership.say(Status.LEFT, ended_in=self.training.number)
+        if self._own_failure is not None:
+            return self._own_failure
         return SIGNAL_BASE + self.signalled if any(self.ranks.codes) or not self.ranks.count else 0

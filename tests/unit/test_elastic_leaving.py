@@ -84,6 +84,59 @@ def test_all_that_are_told_to_end_after_a_loss_save_one_step(begin: Begin, when:
     assert run.codes == {0: 0, 2: 0} and run.saved == [frozenset({0, 2})]
 
 
+@pytest.mark.parametrize("when", [0.0, 0.2, 0.5, 1.0, 1.5, 2.5])
+def test_all_that_are_told_to_end_save_though_one_of_them_is_lost(begin: Begin, when: float) -> None:
+    run = begin(3)
+    run.stop_save = 5.0
+    run.tell_to_end(2)
+    run.run(0.3)
+    run.power_off(2)
+    run.run(when)
+    run.tell_to_end(0, 1)
+    assert run.run_until(lambda: len(run.codes) == 2, 20)
+    assert run.codes == {0: 0, 1: 0} and run.saved == [frozenset({0, 1})]
+
+
+def test_a_failure_of_saving_is_told(begin: Begin) -> None:
+    run = begin(2)
+    run.save_code = 1
+    run.tell_to_end(0, 1)
+    run.run(10)
+    assert run.codes == {0: 1, 1: 1}
+
+
+def test_all_that_are_told_to_end_save_however_long_ranks_start(begin: Begin) -> None:
+    run = begin(3)
+    run.start_seconds = 60.0
+    run.power_off(1)
+    run.run(6)
+    run.tell_to_end(0, 2)
+    run.run(90)
+    assert run.codes == {0: 0, 2: 0} and run.saved == [frozenset({0, 2})]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_that_are_told_to_end_as_one_is_let_in_save_one_step(begin: Begin, seed: int) -> None:
+    run = begin(3, present=2, seed=seed)
+    run.after_step = 40.0
+    run.come(2)
+    assert run.run_until(lambda: run.current(0).number == 2, 5)
+    run.tell_to_end(0, 1, 2)
+    run.run(100)
+    assert len(run.saved) == 1 and {0, 1} <= run.saved[0] and run.cut_off == []
+    assert run.codes == {0: 0, 1: 0, 2: 0 if 2 in run.saved[0] else LEFT}
+
+
+def test_those_that_are_too_few_to_save_do_not_wait(begin: Begin) -> None:
+    run = begin(3, min_nodes=3)
+    run.tell_to_end(0)
+    assert run.run_until(lambda: run.codes == {0: LEFT}, 10)
+    run.run(5)
+    run.tell_to_end(1, 2)
+    assert run.run_until(lambda: len(run.codes) == 3, 8)
+    assert run.saved == []
+
+
 @pytest.mark.parametrize("when", [0.2, 1.0, 1.3, 2.0, 3.0])
 def test_all_that_are_told_to_end_while_one_joins_save_one_step(begin: Begin, when: float) -> None:
     run = begin(3, present=2)
