@@ -269,7 +269,8 @@ class Group:
     @property
     def is_whole(self) -> bool:
         """Whether all ranks of the generation train."""
-        return len(self.ranks) == self.size and all(each.is_alive and not each.codes for each in self.ranks.values())
+        train = [each.is_alive and not each.codes and self.run.now > each.trains_from for each in self.ranks.values()]
+        return len(train) == self.size and all(train)
 
     def go_on(self) -> None:
         now = self.run.now
@@ -404,3 +405,4 @@ class Ended:
 
     codes: list[int]
     is_alive: bool = True
+    trains_from: float = 0.0
