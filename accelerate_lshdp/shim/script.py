@@ -14,6 +14,7 @@ import argparse
 import io
 import os
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _hide_own_frames()
         from accelerate_lshdp.runtime.failures import FOLLOWS_ANOTHER, follows_another
 
-        code = FOLLOWS_ANOTHER if follows_another(error) else 1
-        if code == 1 and not _is_elastic():
+        code = FOLLOWS_ANOTHER if follows_another(error) else _code(error)
+        if code != FOLLOWS_ANOTHER and not _is_elastic():
             raise
         _leave_elastic_run(error)
         # As the interpreter would show it; the code tells launchers that another rank's failure is the cause.
@@ -90,6 +91,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _is_elastic() -> bool:
     return os.environ.get("LSDP_ELASTIC") is not None
+
+
+def _code(error: BaseException) -> int:
+    """The exit code of a script that has ended with an error: for Ctrl-C that of a shell."""
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _leave_elastic_run(error: BaseException) -> None:
@@ -104,7 +110,7 @@ def _leave_elastic_run(error: BaseException) -> None:
     from accelerate_lshdp.runtime.failures import follows_another
 
     keeper = keeper_in_use()
-    code = getattr(error, "code", 1) if isinstance(error, SystemExit) else 1
+    code = error.code if isinstance(error, SystemExit) else _code(error)
     if keeper is None or not code:
         return
     if not follows_another(error):  # a script may make a SystemExit of any error

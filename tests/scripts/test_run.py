@@ -170,6 +170,20 @@ def test_exit_code_and_traceback_are_the_scripts(
 
 
 @pytest.mark.usefixtures("without_accelerator")
+@pytest.mark.parametrize(("error", "code"), [("KeyboardInterrupt", 130), ("ValueError", 1)])
+def test_ranks_of_elastic_runs_end_with_the_code_of_a_shell(
+    error: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their launcher has to tell Ctrl-C from a mistake of the script."""
+    (tmp_path / "script.py").write_text(f"raise {error}")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("LSDP_ELASTIC", "{}")
+    with pytest.raises(SystemExit) as end:
+        run.main([str(tmp_path / "script.py")])
+    assert end.value.code == code
+
+
+@pytest.mark.usefixtures("without_accelerator")
 def test_what_to_do_stands_behind_errors_of_shards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch
 ) -> None:
