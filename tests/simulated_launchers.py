@@ -51,6 +51,7 @@ class SimulatedRun(Network):
         last_save: seconds for which the first rank saves after the last step.
         stop_save: seconds for which it saves upon a signal, the others half as long.
         save_code: with which ranks end then.
+        hanging: machines whose ranks do not notice that others have ended.
         has_last_step: whether the next step is the last one.
         codes: of launchers that have ended, by machine.
         saved: the machines whose ranks have saved a step upon a signal, for each such step.
@@ -74,6 +75,7 @@ class SimulatedRun(Network):
         self.start_seconds, self.after_step, self.last_save = 1.0, 0.0, 0.0
         self.stop_save, self.save_code = 1.0, 0
         self.has_last_step = False
+        self.hanging: set[int] = set()
         self.codes: dict[int, int] = {}
         self.saved: list[frozenset[int]] = []
         self.cut_off: list[str] = []
@@ -281,7 +283,7 @@ class Group:
         codes = [code for each in self.ranks.values() for code in each.codes]
         if any(codes):
             for each in living:  # its connections have ended
-                if each.saves_until is None and each.is_alive:
+                if each.saves_until is None and each.is_alive and each.machine not in self.run.hanging:
                     each.codes.append(FOLLOWS_ANOTHER)
             return
         if len(self.ranks) < self.size or not all(each.is_alive for each in self.ranks.values()):

@@ -207,7 +207,9 @@ class ElasticLauncher:
         # A member that is lost may be out, and silent no more, before this launcher has looked.
         lost = members - view.generation.identities - leaving - {view.me.identity}
         unheard = [*view.silent, *(view.deaf if view.node is not None else ())]
-        return not lost and not members & {member.identity for member in unheard}
+        # Of ranks that were killed the launcher says so: one of this node that trains with them may hang all the same.
+        killed = {key for key in members if key in view.last and view.last[key].lost_ranks == self.training.number}
+        return not lost and not killed and not members & {member.identity for member in unheard}
 
     def _has_ended_elsewhere(self, view: View) -> bool:
         """Whether this node's ranks have made the last step, as those of another one have ended well after it."""

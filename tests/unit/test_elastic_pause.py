@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 from launcher_network import Network, begun
+from simulated_launchers import SimulatedRun
 
 from accelerate_lshdp.cli.elastic_launcher import ElasticLauncher
 from accelerate_lshdp.cli.elastic_notices import ElasticNotices
@@ -53,6 +56,19 @@ class HangingRanks:
 
     def kill(self) -> None:
         """Nothing to do."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_hang_are_not_waited_for_when_those_of_another_node_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The members stay, so that nothing but what a launcher says of its ranks tells the others."""
+    run = SimulatedRun(tmp_path, monkeypatch, 3, seed=seed)
+    run.run(6)
+    run.hanging = {2}
+    run.programs[0].ranks.kill()
+    run.run(6)
+    assert run.trains_in(0, 1, 2)
 
 
 def test_a_pause_ends_though_the_loss_was_decided_between_two_looks() -> None:
