@@ -146,7 +146,7 @@ class StateKeeper:
             return
         self._require_loaded()
         if self._cannot_keep():
-            self._has_begun = self._accelerator() is not None
+            self._has_begun = self._accelerator() is not None  # the launcher has to see that steps are made
             return
         if self._is_stepping:  # the last step has failed, and left what nobody knows
             self._is_stepping, self._has_begun = False, False

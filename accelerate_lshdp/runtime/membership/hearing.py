@@ -87,7 +87,7 @@ class Hearing:
         quiet = {each: now - self._heard_at(each) for each in left if each not in deaf}
         # Others may have noticed it up to a beat before this launcher would have.
         enough = max(BEAT_SECONDS, self._allowed - BEAT_SECONDS)
-        # New ones: who has got the old ones may look at them still.
+        # New objects, as a `View` that another thread looks at may have the former ones.
         self.left_silent = {**self.left_silent, **{each: long for each, long in quiet.items() if long > enough}}
         self.left_deaf = [*self.left_deaf, *deaf]
         self.generation, self._since = generation, now
