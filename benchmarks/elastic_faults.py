@@ -200,6 +200,7 @@ class Faults:
         if not run.wait(lambda: node in run.newest()[1], 30):
             return None
         number = run.newest()[0]
+        self.ended_all += run.with_newest_state() <= {node}  # it is killed for this, which is a fault as well
         run.cluster.kill_node(node)
         run.launchers[node].wait(90)
         # Where the others have to wait for it, its return is what they hear of.
