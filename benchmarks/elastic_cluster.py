@@ -171,12 +171,13 @@ class ElasticCluster:
         found = re.findall(r"^step (\d+) at ([\d.]+)$", text, re.MULTILINE)
         return (int(found[-1][0]), float(found[-1][1])) if found else (0, 0.0)
 
-    def with_newest_state(self) -> set[int]:
-        """The nodes that have made the newest step, or that before it, since they were started."""
+    def newest_state_is_lost_with(self, lost: Collection[int]) -> bool:
+        """Whether these are all nodes that have made the newest step, or that before it, since they were started."""
         made = {node: self.last_step(node) for node in range(self.nodes)}
         made = {node: (step, at) for node, (step, at) in made.items() if at > self._started_at[node]}
         newest, _ = max(made.values(), key=lambda each: each[1], default=(0, 0.0))
-        return {node for node, (step, _) in made.items() if step >= newest - 1}
+        having = {node for node, (step, _) in made.items() if step >= newest - 1}
+        return bool(having) and having <= set(lost)  # that nobody has it means that it was lost before
 
     def steps(self, node: int) -> list[tuple[int, float]]:
         """The steps that a node has made, and when."""

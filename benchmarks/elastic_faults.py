@@ -93,7 +93,7 @@ class Faults:
         number, members = run.newest()
         may_go_on = run.may_go_on_without(lost)
         marks = [run.told_bytes(each) for each in range(COUNT)]
-        self.ended_all += kind in ENDS and run.with_newest_state() <= lost
+        self.ended_all += kind in ENDS and run.newest_state_is_lost_with(lost)
         began = time.time()
         self._lose(kind, lost)
         if kind == "save":
@@ -200,7 +200,7 @@ class Faults:
         if not run.wait(lambda: node in run.newest()[1], 30):
             return None
         number = run.newest()[0]
-        self.ended_all += run.with_newest_state() <= {node}  # it is killed for this, which is a fault as well
+        self.ended_all += run.newest_state_is_lost_with({node})  # it is killed for this, which is a fault as well
         run.cluster.kill_node(node)
         run.launchers[node].wait(90)
         # Where the others have to wait for it, its return is what they hear of.
